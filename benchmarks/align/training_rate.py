@@ -27,10 +27,17 @@ import torch
 import torch.nn.functional as F
 
 from forerun.align.config import TrainingConfig
-from forerun.align.loss import CHUNK_ROWS, DraftHead, LearnedRows, chunked_loss
 from forerun.align.methods.base import MethodConfig
 from forerun.align.methods.draft_model import DraftLoss, DraftModelMethod
-from forerun.align.objectives import OBJECTIVES, DenseDistribution, TargetDistribution
+from forerun.align.objectives import (
+    CHUNK_ROWS,
+    OBJECTIVES,
+    DenseDistribution,
+    DraftHead,
+    LearnedRows,
+    TargetDistribution,
+    chunked_loss,
+)
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.trainer import Trainer, make_accelerator
 from forerun.align.workspace import StepMetrics

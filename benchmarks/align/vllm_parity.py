@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.align.config import Method
-from forerun.align.serving import describe_pair, engines_of
+from forerun.align.results import describe_pair, engines_of
 from forerun.drafters.eagle3.head import is_eagle3
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine

@@ -136,8 +136,16 @@ def test_a_run_interrupted_in_a_later_round_trains_as_if_it_had_not_been(
             raise KeyboardInterrupt
         append(path, metrics)
 
+    make_trainer = alignment.Run.make_trainer
+
+    def make_saving_trainer(*arguments):
+        trainer = make_trainer(*arguments)
+        trainer.config = replace(trainer.config, checkpoint_every_s=0.0)
+        return trainer
+
+    monkeypatch.setattr(alignment.Run, "make_trainer", make_saving_trainer)
     monkeypatch.setattr(alignment, "append_line", stop_before)
-    assert align("--out", str(out), "--checkpoint-every-s", "0")[0] == 130
+    assert align("--out", str(out))[0] == 130
     monkeypatch.setattr(alignment, "append_line", append)
     code, _, err = align("--out", str(out))
     assert code == 0, err

@@ -11,7 +11,7 @@ from forerun.cli.main import main
 from forerun.measure.bench import compare as arms
 from forerun.measure.bench.comparison import BenchComparison
 
-SMALL = ("--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1")
+SMALL = ("--blocks", "2", "--max-tokens", "18", "--threads", "1")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_without_arms_the_shipped_draft_or_auto_is_compared():
 def test_auto_is_an_arm_beside_plain_and_fixed_k(tiny_pair, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"def f{n}(x):"}) for n in range(6)))
-    small = ["--blocks", "2", "--max-tokens", "18", "--max-context", "128", "--threads", "1"]
+    small = ["--blocks", "2", "--max-tokens", "18", "--threads", "1"]
     common = ["bench", "--target", str(tiny_pair.target), "--prompts", str(prompts), *small]
     common += ["--temperature", "1", "--json"]
     trace = tmp_path / "t.jsonl"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -149,27 +148,6 @@ def test_auto_reports_what_was_chosen_and_changes_no_text(run):
     assert sum(choice["num_steps"] for choice in choices) > 0
 
 
-def test_several_samples(run):
-    _, out, _ = run("def f", "--max-tokens", "8", "--n", "3", "--json")
-    content = json.loads(out)
-    assert len(content["samples"]) == 3
-    assert content["samples"][0]["token_ids"] == content["token_ids"]
-    _, out, _ = run("def f", "--max-tokens", "8", "--n", "2")
-    assert "--- sample 1 of 2\n" in out
-    assert "--- sample 2 of 2\n" in out
-
-
-def test_log_probabilities_are_printed_as_a_table_below_the_text(run):
-    code, out, _ = run("def f", "--temperature", "0", "--max-tokens", "4", "--logprobs", "2")
-    assert code == 0
-    header = next(line for line in out.splitlines() if "likeliest" in line)
-    assert "token" in header and "logprob" in header
-    rows = [re.findall(r"-\d+\.\d{3}", line) for line in out.splitlines()]
-    rows = [figures for figures in rows if figures]
-    assert len(rows) == 4 and all(len(figures) == 3 for figures in rows)
-    assert all(figures[0] == figures[1] for figures in rows)  # greedy: the likeliest was chosen
-
-
 @pytest.mark.parametrize(
     ("flags", "is_cut"),
     [
@@ -232,16 +210,6 @@ def test_a_mistake_leaves_an_earlier_trace_alone(run, tmp_path, wrong):
     code, _, _ = run("def f", *GREEDY, "--trace", str(path), **wrong)
     assert code != 0
     assert path.read_text(encoding="utf-8") == "earlier\n"
-
-
-def test_trace_names_every_sample_alike_in_steps_and_requests(run, tmp_path):
-    path = tmp_path / "trace.jsonl"
-    run("def f", "--max-tokens", "8", "--n", "2", "--json", "--trace", str(path))
-    names: dict[str, set[str]] = {"step": set(), "request": set()}
-    for line in map(json.loads, path.read_text().splitlines()[1:]):
-        names[line["record"]].add(line["request_id"])
-    assert names["step"] == names["request"]
-    assert len(names["step"]) == 2
 
 
 def test_trace_with_tokens_holds_the_output(run, tmp_path):
@@ -411,9 +379,8 @@ def test_drafts_that_would_do_nothing_are_refused(drafts, controller, message):
 
 
 def test_repeatable_options():
-    options = parse("x", "--stop", "a", "--stop", "b", "--logit-bias", "3", "1.5")
-    assert options.sampling.params.stop == ("a", "b")
-    assert dict(options.sampling.params.logit_bias) == {3: 1.5}
+    options = parse("x", "--stop", "a", "--stop", "b")
+    assert options.sampling.params_for({}).stop == ("a", "b")
 
 
 def parse(*arguments):
@@ -481,14 +448,6 @@ def test_a_trace_has_no_probabilities_unless_asked(run, tmp_path):
     assert run("def f", *SEEDED, "--trace", str(path))[0] == 0
     steps = [item for item in read_trace(path) if isinstance(item, StepRecord)]
     assert all(step.target_probs is step.draft_probs is step.rule is None for step in steps)
-
-
-def test_penalties_leave_the_targets_probabilities_out(run, tmp_path):
-    path = tmp_path / "steps.jsonl"
-    given = ("--frequency-penalty", "1", "--trace", str(path), "--trace-probabilities")
-    assert run("def f", *SEEDED, *given)[0] == 0
-    steps = [item for item in read_trace(path) if isinstance(item, StepRecord) and item.num_drafted]
-    assert all(step.target_probs is None for step in steps)
 
 
 def test_probabilities_need_a_trace(run):

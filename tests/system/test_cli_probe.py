@@ -10,7 +10,7 @@ import pytest
 from forerun.cli.main import main
 from forerun.doctor.probe.config import EvidenceConfig
 
-FEW = ["--k", "3", "--max-context", "160"]
+FEW = ["--k", "3"]
 VERDICTS = (0, 3, 4)
 
 

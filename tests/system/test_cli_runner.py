@@ -1,4 +1,4 @@
-"""--runner and --threads: every command that runs a model has both, and they mean the same."""
+"""--runner and --threads mean the same in every command that has them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from forerun.cli import demo as demo_command
 from forerun.cli.main import main
 from forerun.engine.engine import Engine
 from forerun.models import load
@@ -15,7 +14,7 @@ from forerun.models.runner.graphs.model import TorchModel
 from forerun.models.runner.native import NativeModel
 
 MODELS = {"native": NativeModel, "graphs": TorchModel, "eager": HuggingFaceModel}
-COMMANDS = ("generate", "bench", "profile", "demo")
+COMMANDS = ("generate", "bench", "profile")
 
 
 @pytest.fixture
@@ -33,12 +32,12 @@ def loaded(monkeypatch):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_both(name, capsys):
+def test_every_command_has_threads(name, capsys):
     with pytest.raises(SystemExit):
-        main([name, "--help"])
+        main([name, "--help-all"])
     text = capsys.readouterr().out
-    assert "--runner {auto,native,graphs,eager}" in text
     assert "--threads" in text
+    assert ("--runner {auto,native,graphs,eager}" in text) == (name != "bench")
 
 
 @pytest.mark.parametrize("runner", MODELS)
@@ -60,28 +59,10 @@ def test_bench(tiny_pair, loaded, tmp_path, capsys):
     prompts.write_text("def f\nimport\n")
     arguments = ["--target", str(tiny_pair.target), "--arms", f"{tiny_pair.draft}@2"]
     small = ["--prompts", str(prompts), "--blocks", "2", "--max-tokens", "18", "--batch", "1"]
-    chosen = ["--runner", "eager", "--threads", "1", "--temperatures", "0"]
+    chosen = ["--threads", "1", "--temperatures", "0"]
     assert main(["bench", *arguments, *small, *chosen]) == 0
     (engine,) = loaded
-    assert type(engine.target) is HuggingFaceModel
     assert engine.config.num_threads == 1
-
-
-def test_demo(monkeypatch, capsys):
-    configs = []
-
-    class Stop(BaseException):
-        pass
-
-    def run_in_turn(benches, comparisons, **_):
-        configs.extend(benches.values())
-        raise Stop
-
-    monkeypatch.setattr(demo_command, "run_in_turn", run_in_turn)
-    with pytest.raises(Stop):
-        main(["demo", "--model", "zoo:code-40m", "--runner", "graphs", "--threads", "3"])
-    assert {(config.runner, config.num_threads) for config in configs} == {("graphs", 3)}
-    assert demo_command.DemoOptions().runner == "auto"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -90,7 +71,6 @@ def test_no_threads_are_refused(name, tiny_pair, tmp_path, capsys):
         "generate": ["x"],
         "bench": ["--target", str(tiny_pair.target), "--arms", f"{tiny_pair.draft}@2"],
         "profile": ["--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft)],
-        "demo": ["--model", "zoo:code-40m"],
     }
     assert main([name, *given[name], "--threads", "0"]) == 2
     assert "threads is 0; it must be" in capsys.readouterr().err

@@ -52,9 +52,8 @@ class TargetSizes:
     device: torch.device
 
 
-def read_sizes(config: AlignConfig) -> TargetSizes:
+def read_sizes(config: AlignConfig, files: ModelFiles) -> TargetSizes:
     """Read the sizes of the target from its configuration and the headers of its files."""
-    files = ModelFiles.open(config.target)
     return TargetSizes(
         num_parameters=files.num_parameters,
         architecture=files.sizes,
@@ -200,19 +199,19 @@ def read_draft_sizes(config: AlignConfig, sizes: TargetSizes) -> DraftSizes:
         output = width * min(attached.draft_vocab_size or DRAFT_VOCABULARY, vocab)
         times = attached.num_passes
         return DraftSizes(num_parameters=body + output, body=body * times, output=output * times)
-    num_parameters = _draft_parameters(config)
+    num_parameters = _count_parameters(config)
     # A teacher that caches states computes the target's logits, a third of what is trained.
     logits = width * vocab / 3
     return DraftSizes(num_parameters=num_parameters, body=num_parameters, output=logits)
 
 
-def _draft_parameters(config: AlignConfig) -> float:
+def _count_parameters(config: AlignConfig) -> float:
     if config.draft is not None:
         return ModelFiles.open(config.draft).num_parameters
-    return _shape_parameters(read_json(config.init) if config.init is not None else None)
+    return _count_shape_parameters(read_json(config.init) if config.init is not None else None)
 
 
-def _shape_parameters(values: Any) -> float:
+def _count_shape_parameters(values: Any) -> float:
     """Return the parameters of a draft by its config.json; `align` says what is wrong with it."""
     if not isinstance(values, dict):
         return 0.0
@@ -271,19 +270,19 @@ class AlignPlan:
             }
             if is_left_out.get(phase):
                 continue
-            taken = f", ~{_duration(self.minutes[phase])}" if phase in self.minutes else ""
+            taken = f", ~{_format_duration(self.minutes[phase])}" if phase in self.minutes else ""
             lines.append(f"  {phase:10}{what}{taken}")
         lines += [
             f"  {'cut':10}{texts.cut_prompts_share:.0%} of the prompts to {self.max_prompt_tokens} "
             f"tokens, {texts.cut_texts_share:.0%} of the texts to a window of {self.window}",
-            f"  {'in all':10}~{_duration(sum(self.minutes.values()))}, "
+            f"  {'in all':10}~{_format_duration(sum(self.minutes.values()))}, "
             f"{readable(int(self.disk_bytes))} of disk, {readable(int(self.memory_bytes))} of "
             "memory; estimates from a short measurement on this machine",
         ]
         return lines
 
 
-def _duration(minutes: float) -> str:
+def _format_duration(minutes: float) -> str:
     return f"{minutes / 60:.1f} h" if minutes >= 90 else f"{max(minutes, 1):.0f} min"
 
 
@@ -301,7 +300,7 @@ def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: 
     trained = training.num_steps * training.tokens_per_step * FULLNESS
     learned = response / (texts.prompt_tokens + response)
     product = 6 * (drafted.body + learned * drafted.output)
-    judged = _judged_prompts(config, texts.num_held_out) * longest
+    judged = _count_judged(config, texts.num_held_out) * longest
     seconds = {
         "prompts": texts.num_texts * TURN_TOKENS / rates.decode_tokens_per_s,
         "responses": answered_s * is_answered,
@@ -323,12 +322,12 @@ def make_plan(config: AlignConfig, sizes: TargetSizes, texts: TextSizes, rates: 
         passes=trained / all_tokens,
         learning_rate=training.learning_rate,
         minutes={phase: spent_s / 60 for phase, spent_s in seconds.items() if spent_s},
-        disk_bytes=_disk_bytes(config, sizes, drafted, all_tokens, learned),
-        memory_bytes=_memory_bytes(config, sizes, drafted),
+        disk_bytes=_estimate_disk(config, sizes, drafted, all_tokens, learned),
+        memory_bytes=_estimate_memory(config, sizes, drafted),
     )
 
 
-def _judged_prompts(config: AlignConfig, num_held_out: int) -> int:
+def _count_judged(config: AlignConfig, num_held_out: int) -> int:
     """Return how many responses all judgements decode."""
     evaluation = config.evaluation
     during = (evaluation.num_evaluations + 1) * min(evaluation.max_prompts, num_held_out)
@@ -336,7 +335,7 @@ def _judged_prompts(config: AlignConfig, num_held_out: int) -> int:
     return during + 2 * num_held_out * len(temperatures)
 
 
-def _disk_bytes(
+def _estimate_disk(
     config: AlignConfig,
     sizes: TargetSizes,
     drafted: DraftSizes,
@@ -356,7 +355,7 @@ def _disk_bytes(
     return cached + snapshots + TRAINED_BYTES * drafted.num_parameters
 
 
-def _memory_bytes(config: AlignConfig, sizes: TargetSizes, drafted: DraftSizes) -> float:
+def _estimate_memory(config: AlignConfig, sizes: TargetSizes, drafted: DraftSizes) -> float:
     """Return the bytes of the target in the engine, and of what is trained beside it."""
     arch, engine = sizes.architecture, config.sized_engine
     geometry = geometry_of(

@@ -13,34 +13,33 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
 
+import forerun
 from forerun.align.config import AlignConfig
-from forerun.align.manifest import (
-    DTYPES,
-    check_folder,
-    claim_folder,
-    data_hash,
-    identity_of,
-    of_training,
-    settings_of,
-)
 from forerun.align.methods.base import Method, MethodConfig
 from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.align.methods.eagle3 import Eagle3Method
 from forerun.align.methods.medusa import MedusaMethod
 from forerun.align.objectives import OBJECTIVES, Objective
-from forerun.align.report import AlignReport, DataSummary, JudgedPair, card_of, find_finished
-from forerun.align.samples import Packing, Sample
-from forerun.align.selection import DraftSelector
-from forerun.align.serving import describe_pair, export_draft
-from forerun.align.target import choose_faster_dtype
-from forerun.align.target_cache import TeacherSource
+from forerun.align.results import (
+    AlignReport,
+    DataSummary,
+    DraftSelector,
+    JudgedPair,
+    describe_pair,
+    export_draft,
+    find_finished,
+)
+from forerun.align.samples import Packing, Sample, data_hash
+from forerun.align.target import TeacherSource, choose_faster_dtype
 from forerun.align.teachers import Teacher, make_teacher
 from forerun.align.texts import PromptSplit, TrainingTexts, read_prompt_split, warn_of_few_prompts
 from forerun.align.trainer import (
@@ -51,21 +50,27 @@ from forerun.align.trainer import (
     make_accelerator,
 )
 from forerun.align.workspace import (
+    DTYPES,
     Phases,
     StepMetrics,
     Workspace,
     append_line,
+    check_folder,
+    claim_folder,
     exclusive_access,
+    identity_of,
     lock_for,
+    of_training,
     read_lines,
+    settings_of,
     write_lines,
 )
 from forerun.engine.engine import Engine
-from forerun.measure.judge import Judge
+from forerun.measure.judge import DraftFigures, Judge
 from forerun.models.checkpoint import ModelFiles, read_object
-from forerun.models.draft_card import write_card
+from forerun.models.draft_card import CardFigures, DraftCard, identify, write_card
 from forerun.models.load import choose_device, choose_dtype
-from forerun.provenance import collect, content_hash
+from forerun.provenance import collect, content_hash, version_of
 from forerun.theory.cost import CostTable
 
 logger = logging.getLogger("forerun.align")
@@ -202,7 +207,7 @@ class Run:
         workspace = Workspace(root=config.out, cache_root=config.teacher.cache_dir)
         state, target = connect_processes(config.device), ModelFiles.open(config.target)
         dtypes = from_main(
-            state, lambda: _stored_dtypes(workspace) or _measure_dtypes(config, target)
+            state, lambda: _read_dtypes(workspace) or _measure_dtypes(config, target)
         )
         return cls(
             config=config,
@@ -232,7 +237,7 @@ class Run:
                 return self.target.content_hash
 
         target_hash = from_main(self.accelerator, hash_target)
-        identity = identity_of(self.config, prompts, target_hash)
+        identity = identity_of(self.config, prompts.hashes, target_hash)
         if self.objective is not OBJECTIVES[self.config.objective_name]:
             identity["objective.objective"] = self.objective.name
         return identity
@@ -295,7 +300,7 @@ class Run:
             prompts=prompts.to_judge,
             params=config.sampling,
             num_speculative_tokens=config.evaluation.num_speculative_tokens,
-            costs=self._costs_at(config.sampling.temperature, costs),
+            costs=self._find_costs(config.sampling.temperature, costs),
             seed=config.training.training_seed,
         )
         selector = DraftSelector(self.workspace, judge, config.evaluation.max_prompts)
@@ -304,7 +309,7 @@ class Run:
                 self._judge(selector, step)
         return selector
 
-    def _costs_at(self, temperature: float, costs: CostsOf | None) -> CostTable | None:
+    def _find_costs(self, temperature: float, costs: CostsOf | None) -> CostTable | None:
         first = self.workspace.snapshot(0)
         return None if costs is None else costs(first, temperature, self.target.content_hash)
 
@@ -328,8 +333,8 @@ class Run:
                 def on_step(metrics: StepMetrics, show: Callable[..., None] = show) -> None:
                     if self.is_main:
                         append_line(path, metrics)
-                    figures = _smooth(means, metrics)
-                    show(metrics.step, self.schedule[-1], figures + _in_words(selector))
+                    figures = _update_means(means, metrics)
+                    show(metrics.step, self.schedule[-1], figures + _describe_speedup(selector))
 
                 show(trainer.step, self.schedule[-1])
                 trainer.run(packing, until, on_step)
@@ -359,7 +364,7 @@ class Run:
         temperatures = {*self.config.evaluation.temperatures} - {self.config.sampling.temperature}
         judges = [selector.judge]
         for temperature in sorted(temperatures):
-            judges.append(selector.judge.at(temperature, self._costs_at(temperature, costs)))
+            judges.append(selector.judge.at(temperature, self._find_costs(temperature, costs)))
         with self.phases.waiting("judging", "judging on all held-out prompts"):
             judged = tuple(
                 JudgedPair(
@@ -408,7 +413,7 @@ class Run:
         return report
 
 
-def _stored_dtypes(workspace: Workspace) -> dict[str, str] | None:
+def _read_dtypes(workspace: Workspace) -> dict[str, str] | None:
     """Return the types of an interrupted run; None for a new one, or if they cannot be read."""
     if not workspace.manifest.exists():
         return None
@@ -432,7 +437,7 @@ SMOOTHING = 0.9
 """Weight of earlier steps in the running means that are shown."""
 
 
-def _smooth(means: dict[str, float], metrics: StepMetrics) -> str:
+def _update_means(means: dict[str, float], metrics: StepMetrics) -> str:
     """Update the running means of loss and alpha, and return them as text."""
     for name, value in (("loss", metrics.loss), ("alpha", metrics.acceptance_probability)):
         if value is not None:
@@ -440,10 +445,43 @@ def _smooth(means: dict[str, float], metrics: StepMetrics) -> str:
     return "  ".join(f"{name} {mean:.3f}" for name, mean in means.items())
 
 
-def _in_words(selector: DraftSelector | None) -> str:
+def _describe_speedup(selector: DraftSelector | None) -> str:
     speedup = None if selector is None else selector.latest.predicted_speedup
     if speedup is None:
         return ""
     if speedup < 1.0:
         return f"  plain decoding is faster (speedup {speedup:.2f}x)"
     return f"  predicted speedup {speedup:.2f}x"
+
+
+PACKAGES = ("torch", "transformers", "accelerate")
+
+
+def card_of(
+    report: AlignReport, *, target: ModelFiles, settings: Mapping[str, Any], data: str
+) -> DraftCard:
+    """Return the card of the kept draft; `data` is the hash of its training texts."""
+    return DraftCard(
+        target=target.name,
+        target_hash=report.identity["target"],
+        made_for=identify(target),
+        data_hash=data,
+        objective=report.objective,
+        temperature=report.judged[0].after.temperature,
+        before=tuple(_make_card_figures(pair.before) for pair in report.judged),
+        after=tuple(_make_card_figures(pair.after) for pair in report.judged),
+        versions={"forerun": forerun.__version__, **{name: version_of(name) for name in PACKAGES}},
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=settings,
+    )
+
+
+def _make_card_figures(judged: DraftFigures) -> CardFigures:
+    overall = judged.overall
+    return CardFigures(
+        temperature=judged.temperature,
+        num_speculative_tokens=judged.num_speculative_tokens,
+        acceptance_length=overall.acceptance_length,
+        acceptance_probability=overall.acceptance_probability,
+        speedup=None if overall.speedup is None else overall.speedup.best,
+    )

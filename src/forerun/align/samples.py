@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int64
@@ -80,90 +79,11 @@ class PackedBatch:
         )
 
 
-BLIND_TO_POSITIONS = frozenset({"opt"})
-"""Model types whose decoders do not recognise packed samples by positions that restart at 0."""
-
-
-def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
-    inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
-    if model_type in BLIND_TO_POSITIONS:
-        inputs["attention_mask"] = seen(batch)
-    return inputs
-
-
 def seen(batch: PackedBatch) -> Bool[Tensor, "rows 1 width width"]:
     """Return the attention mask: causal, and limited to the tokens of the same sample."""
     texts = (batch.positions == 0).cumsum(-1)
     alike = texts[:, :, None] == texts[:, None, :]
     return alike.tril()[:, None]
-
-
-def list_texts(batch: PackedBatch) -> Iterator[tuple[int, int, int]]:
-    """Yield row, start and end of every packed text."""
-    for row, owners in enumerate(batch.samples.tolist()):
-        starts = (batch.positions[row] == 0).nonzero()[:, 0].tolist()
-        for start, end in pairwise((*starts, len(owners))):
-            if (length := sum(owner >= 0 for owner in owners[start:end])) > 0:
-                yield row, start, start + length
-
-
-COVERED = 0.995
-"""Share of unseen answers that a vocabulary covers if no size is given and as far as it can."""
-MULTIPLE = 128
-"""Chosen vocabulary sizes are multiples of this, for which matrix products are fast."""
-MOST = 32_000
-
-
-def drafted_tokens(
-    samples: Sequence[Sample], vocab_size: int, size: int | None = None
-) -> Int64[Tensor, " draft_vocab"]:
-    """Return the most frequent tokens of the answers, ascending.
-
-    Without a size there are as many as cover answers to other prompts: the tokens of one half of
-    the prompts are counted on the answers to the other half. Where even all tokens of a half cover
-    too little, which is so for few texts, every token that was seen is taken.
-    """
-    if size is not None and size > vocab_size:
-        raise InvalidRequest(
-            f"draft_vocab_size is {size}, but the target has {vocab_size} tokens; give at most that"
-        )
-    halves: tuple[list[Sample], list[Sample]] = ([], [])
-    for sample in samples:
-        halves[is_held_out(sample.prompt_hash, 0.5)].append(sample)
-    counts = [_token_counts(half, vocab_size) for half in halves]
-    learned, read = (one + other for one, other in zip(*counts, strict=True))
-    if size is None:
-        enough = _enough_tokens(counts[0][0], counts[1][0])
-        size = min(-(-enough // MULTIPLE) * MULTIPLE, MOST, vocab_size)
-    return _ranked_tokens(learned, read)[:size].sort().values
-
-
-def _ranked_tokens(learned: Tensor, read: Tensor) -> Int64[Tensor, " vocab"]:
-    """Return all tokens, those learned most often first, then those read most often."""
-    by_read = read.argsort(descending=True, stable=True)
-    return by_read[learned[by_read].argsort(descending=True, stable=True)]
-
-
-def _enough_tokens(one: Int64[Tensor, " vocab"], other: Int64[Tensor, " vocab"]) -> int:
-    """Return how many tokens of each half cover `COVERED` of the other; all seen ones at most."""
-    pairs = ((one, other), (other, one))
-    covered = sum(tested[_ranked_tokens(own, own)].cumsum(0) for own, tested in pairs)
-    assert isinstance(covered, Tensor)
-    enough = int((covered < COVERED * covered[-1]).sum()) + 1
-    known = int(torch.minimum((one > 0).sum(), (other > 0).sum()))
-    return enough if enough <= known else int((one + other > 0).sum())
-
-
-def _token_counts(samples: Sequence[Sample], vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return how often every token is learned, and how often it occurs in total."""
-    learned = torch.zeros(vocab_size, dtype=torch.int64)
-    read = torch.zeros(vocab_size, dtype=torch.int64)
-    for sample in samples:
-        ids = torch.tensor(sample.token_ids)
-        read += torch.bincount(ids, minlength=vocab_size)
-        for start, end in sample.spans:
-            learned += torch.bincount(ids[start:end], minlength=vocab_size)
-    return learned, read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +133,7 @@ def read_prompts(
 def build_record(
     entry: PromptEntry, tokenizer: Tokenizer, max_prompt_tokens: int, *, raw: bool = False
 ) -> PromptRecord:
-    messages = _with_response(entry)
+    messages = _append_response(entry)
     if messages:
         has_answer = messages[-1]["role"] == "assistant"
         asked = messages[:-1] if has_answer else messages
@@ -226,10 +146,10 @@ def build_record(
     text = None
     if entry.prompt_ids:
         prompt_ids = list(entry.prompt_ids)
-        text = _text_of_ids(entry, messages, tokenizer)
+        text = _join_ids(entry, messages, tokenizer)
     elif messages:
         prompt_ids = tokenizer.encode(tokenizer.render_chat(asked), add_special_tokens=False)
-        text = _learned_text(messages, tokenizer) if has_answer else None
+        text = _render_learned(messages, tokenizer) if has_answer else None
     else:
         prompt_ids = tokenizer.encode(entry.text or "")
         text = continued(prompt_ids, entry.response, tokenizer)
@@ -246,9 +166,7 @@ def build_record(
     )
 
 
-def _text_of_ids(
-    entry: PromptEntry, messages: Sequence[Message], tokenizer: Tokenizer
-) -> Text | None:
+def _join_ids(entry: PromptEntry, messages: Sequence[Message], tokenizer: Tokenizer) -> Text | None:
     """Return the tokens that a record has, after comparing them with its text."""
     ids, answer = [*entry.prompt_ids, *entry.token_ids], entry.response
     if messages and messages[-1]["role"] == "assistant":
@@ -274,7 +192,7 @@ def remove_spaces(text: str) -> str:
     return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
 
 
-def _with_response(entry: PromptEntry) -> tuple[Message, ...]:
+def _append_response(entry: PromptEntry) -> tuple[Message, ...]:
     """Return an entry's conversation with its response appended; empty for plain text."""
     if not entry.messages or entry.response is None:
         return entry.messages
@@ -314,7 +232,7 @@ def shortened(ids: Sequence[int], start: Sequence[int], most: int) -> tuple[int,
     return (*kept, *ids[len(ids) - (most - len(kept)) :])
 
 
-def _learned_text(
+def _render_learned(
     messages: Sequence[Message], tokenizer: Tokenizer
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Render a conversation as token ids and find the ranges of the assistant's messages.
@@ -399,11 +317,11 @@ def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int)
     return [
         sample
         for source, share in shares.items()
-        for sample in _selection(groups[source], share * num_all, seed)
+        for sample in _select(groups[source], share * num_all, seed)
     ]
 
 
-def _selection(samples: Sequence[Sample], num_learned: float, seed: int) -> Iterator[Sample]:
+def _select(samples: Sequence[Sample], num_learned: float, seed: int) -> Iterator[Sample]:
     """Yield shuffled samples until they contain at least the given number of learned tokens."""
     num_taken = 0
     for index in range(len(samples)):
@@ -427,12 +345,12 @@ def permuted(index: int, size: int, key: int) -> int:
     """
     half_bits = max((size - 1).bit_length() + 1, 2) // 2
     while True:
-        index = _shuffled_bits(index, half_bits, key)
+        index = _shuffle_bits(index, half_bits, key)
         if index < size:
             return index
 
 
-def _shuffled_bits(number: int, half_bits: int, key: int) -> int:
+def _shuffle_bits(number: int, half_bits: int, key: int) -> int:
     """Apply the Feistel network once to a number of twice `half_bits` bits."""
     mask = (1 << half_bits) - 1
     left, right = number >> half_bits, number & mask
@@ -480,7 +398,7 @@ class Packing:
         predicts = torch.zeros(shape, dtype=torch.bool)
         for row in range(num_rows):
             start = 0
-            for index in self._samples_in(first_row + row):
+            for index in self._list_samples(first_row + row):
                 sample = self.samples[index]
                 end = start + len(sample.token_ids)
                 ids[row, start:end] = torch.tensor(sample.token_ids)
@@ -492,7 +410,7 @@ class Packing:
             positions[row, start:] = torch.arange(self.window - start)
         return PackedBatch(ids=ids, positions=positions, samples=samples, predicts=predicts)
 
-    def _samples_in(self, stream_row: int) -> list[int]:
+    def _list_samples(self, stream_row: int) -> list[int]:
         epoch, row = divmod(stream_row, self.rows_per_epoch)
         key = finalise(self.seed) + epoch * INCREMENT
         return self._rows[permuted(row, self.rows_per_epoch, key)]
@@ -532,3 +450,12 @@ def cut(sample: Sample, window: int) -> Sample:
         token_ids=sample.token_ids[start:end],
         spans=tuple((a - start, b - start) for a, b in kept if a < b),
     )
+
+
+def data_hash(samples: Iterable[Sample]) -> str:
+    """Hash texts and their learned ranges, independent of their order."""
+    each = sorted(
+        hashlib.sha256(repr((sample.token_ids, sample.spans)).encode()).digest()
+        for sample in samples
+    )
+    return hash_of(b"".join(each))

@@ -109,7 +109,7 @@ def find_opening(tokenizer: Tokenizer, *, raw: bool) -> Opening:
     ids = tokenizer.encode(after, add_special_tokens=False)
     end = next((token for token in ids if token in tokenizer.added), None)
     lines = [line.strip() for line in tokenizer.decode(ids).splitlines() if line.strip()]
-    names = {_speaker(line) for line in lines} | {"user", "assistant"}
+    names = {_find_speaker(line) for line in lines} | {"user", "assistant"}
     return Opening(
         text=before,
         end_token=end,
@@ -119,7 +119,7 @@ def find_opening(tokenizer: Tokenizer, *, raw: bool) -> Opening:
     )
 
 
-def _speaker(line: str) -> str:
+def _find_speaker(line: str) -> str:
     return line.partition(":")[0].strip(" #*").lower()
 
 
@@ -142,16 +142,16 @@ def find_objection(
         "did not end": opening.is_chat and response.finish_reason != "stop",
         "have special tokens": not set(special).isdisjoint(ids[:-1]),
         "have the next turn": opening.is_chat
-        and any(_speaker(x) in opening.speakers for x in lines),
+        and any(_find_speaker(x) in opening.speakers for x in lines),
         "are too short": len(text) < MIN_CHARACTERS,
         "are too long": len(text) > MAX_CHARACTERS,
-        "cannot be printed": _printable_share(text) < MIN_PRINTABLE,
+        "cannot be printed": _measure_printable(text) < MIN_PRINTABLE,
         "repeat themselves": len(set(grams)) < MIN_DISTINCT_4GRAMS * len(grams),
     }
     return next((reason for reason, applies in objections.items() if applies), None)
 
 
-def _printable_share(text: str) -> float:
+def _measure_printable(text: str) -> float:
     replaced = text.replace("\N{REPLACEMENT CHARACTER}", "\0")
     return sum(c.isprintable() or c in "\n\t" for c in replaced) / max(len(text), 1)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,22 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from forerun.align.samples import PackedBatch, Sample, list_texts, packed_inputs
-from forerun.errors import InvalidRequest, NotEnoughMemory, UnsupportedFeatures
+from forerun.align.samples import PackedBatch, Sample, seen
+from forerun.align.workspace import OnProgress
+from forerun.errors import (
+    InvalidRequest,
+    NotEnoughMemory,
+    UnsupportedFeatures,
+)
 from forerun.models.architecture import check_trainable, read_architecture
-from forerun.models.base import Context, pack
+from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.huggingface import LAYERS, captured, find_part, read_weights
 from forerun.models.load import choose_device, choose_dtype
 from forerun.models.memory import available_bytes, readable
 from forerun.models.runner.native import NativeModel
 from forerun.models.stored_tensors import tensor_reader
+from forerun.sampling.config import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,13 +156,13 @@ class EngineTarget:
         states = torch.zeros(shape, dtype=model.dtype)
         for row, start, end in list_texts(batch):
             ids = batch.ids[row, start:end].tolist()
-            states[row, start:end] = torch.cat([*self._features(ids, wanted)])[:, columns]
+            states[row, start:end] = torch.cat([*self._compute_features(ids, wanted)])[:, columns]
         states[:, :, -1] = model.final_norm(states[:, :, -1].flatten(0, 1)).view_as(
             states[:, :, -1]
         )
         return states
 
-    def _features(self, ids: list[int], layers: tuple[int, ...]) -> Iterator[Tensor]:
+    def _compute_features(self, ids: list[int], layers: tuple[int, ...]) -> Iterator[Tensor]:
         context = Context(self.model.store, ids)
         try:
             while size := min(PASS_ROWS, context.num_pending):
@@ -286,3 +293,107 @@ def load_target(
             "available; give another --device, or a smaller target"
         )
     return adopt_target(read_weights(files, chosen_dtype).to(chosen_device, scored))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSource:
+    """The target, its deployment settings, and the devices and folder available to a teacher.
+
+    Attributes:
+        process: number of this process, and of all that together fill a cache on a shared disk.
+            All must then prepare the teacher; or one fills it first, alone.
+        wait: returns when all processes have called it.
+        computed: type of the target's products; None: that of its weights.
+        runs: the target in an engine of this process that is idle, which then scores texts.
+        on_progress: called after every pass with the learned rows done, of this process's share.
+    """
+
+    target: ModelFiles
+    sampling: SamplingParams
+    cache_dir: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    computed: torch.dtype | None = None
+    runs: LanguageModel | None = None
+    on_progress: OnProgress = lambda num_done, num_all: None
+    process: tuple[int, int] = (0, 1)
+    wait: Callable[[], None] = lambda: None
+
+    def load(self) -> TargetModel:
+        return load_target(
+            self.target, dtype=self.dtype, device=self.device, computed=self.computed
+        )
+
+    def read_head(self) -> TargetHead:
+        """Read the target's output layer alone."""
+        head = read_head(self.target, self.state_dtype)
+        return head.to(self.probs_device, self.computed)
+
+    def scorer(self, samples: Sequence[Sample]) -> TargetModel | EngineTarget:
+        """Return the target that scores these samples fastest."""
+        runs = self.runs
+        longest = max(len(sample.token_ids) for sample in samples)
+        if self.process[1] > 1 or not isinstance(runs, NativeModel) or longest > runs.max_context:
+            return self.load()
+        return EngineTarget(model=runs, load_head=self.read_head)
+
+    @property
+    def probs_device(self) -> torch.device:
+        """Device on which distributions are computed from a cache."""
+        return choose_device(self.device)
+
+    @cached_property
+    def state_dtype(self) -> torch.dtype:
+        """Type of cached states: that of the target, in whichever type it is scored."""
+        return choose_dtype(self.dtype, self.target)
+
+
+def learned_places(sample: Sample) -> Int64[Tensor, " learned"]:
+    ranges = [torch.arange(start - 1, end - 1) for start, end in sample.spans]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+
+
+def passes(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[int]]:
+    """Yield groups of samples of similar length, each to be read in one pass."""
+    rows: list[int] = []
+    for index in sorted(range(len(samples)), key=lambda i: -len(samples[i].token_ids)):
+        if rows and (len(rows) + 1) * len(samples[rows[0]].token_ids) > max_tokens:
+            yield rows
+            rows = []
+        rows.append(index)
+    if rows:
+        yield rows
+
+
+def one_per_row(samples: Sequence[Sample], rows: Sequence[int]) -> PackedBatch:
+    width = max(len(samples[index].token_ids) for index in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    owners = torch.full((len(rows), width), -1)
+    predicts = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, index in enumerate(rows):
+        length = len(samples[index].token_ids)
+        ids[row, :length] = torch.tensor(samples[index].token_ids)
+        owners[row, :length] = index
+        predicts[row, learned_places(samples[index])] = True
+    positions = torch.arange(width).repeat(len(rows), 1)
+    return PackedBatch(ids=ids, positions=positions, samples=owners, predicts=predicts)
+
+
+BLIND_TO_POSITIONS = frozenset({"opt"})
+"""Model types whose decoders do not recognise packed samples by positions that restart at 0."""
+
+
+def packed_inputs(batch: PackedBatch, model_type: str) -> dict[str, Any]:
+    inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
+    if model_type in BLIND_TO_POSITIONS:
+        inputs["attention_mask"] = seen(batch)
+    return inputs
+
+
+def list_texts(batch: PackedBatch) -> Iterator[tuple[int, int, int]]:
+    """Yield row, start and end of every packed text."""
+    for row, owners in enumerate(batch.samples.tolist()):
+        starts = (batch.positions[row] == 0).nonzero()[:, 0].tolist()
+        for start, end in pairwise((*starts, len(owners))):
+            if (length := sum(owner >= 0 for owner in owners[start:end])) > 0:
+                yield row, start, start + length

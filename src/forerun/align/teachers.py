@@ -2,21 +2,31 @@
 
 A state takes kilobytes where a row of logits takes hundreds, and nothing is lost: the target's
 output layer gives the same logits, so every objective may learn from them at any temperature.
-States are stored in the target's dtype, and training needs its output layer alone.
+States are stored in the target's dtype, and training needs its output layer alone. The teachers of
+attached heads also provide features, the residual stream entering some layers.
 
-The teachers of attached heads also provide features, the residual stream entering some layers. Both
-come from one pass, made in every training step or once for a cache.
+A cache has one file per sample, whose name ends in the hash of its content: what a killed process
+was writing is not read, and a damaged file is computed again. The name of the folder has everything
+that decides its content, so the cache of a changed target is never used. The target runs once over
+every sample that is missing, if the disk has room; several processes fill a cache together.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from forerun.align.config import TeacherConfig
@@ -24,32 +34,220 @@ from forerun.align.objectives import (
     DenseDistribution,
     SparseDistribution,
     TargetDistribution,
+    TeacherRows,
     deployed_distribution,
 )
 from forerun.align.samples import PackedBatch, Sample
-from forerun.align.target import TargetHead, TargetModel
-from forerun.align.target_cache import Target, TargetCache, TeacherSource, allowed_bytes
+from forerun.align.target import (
+    EngineTarget,
+    TargetHead,
+    TargetModel,
+    TeacherSource,
+    learned_places,
+    one_per_row,
+    passes,
+)
+from forerun.atomic_write import atomic_write
+from forerun.cache import hash_of, is_whole, write_cached
+from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
+from forerun.models.memory import readable
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.kernels import largest, row_chunks
 
+logger = logging.getLogger("forerun.cache")
 preparation = logging.getLogger("forerun.preparation")
+
+FORMAT = 2
+DESCRIPTION = "cache.json"
+ROWS, SUFFIX = "rows", ".safetensors"
+MAX_TOKENS = 4096
+"""Tokens of one pass over the target."""
+
+
+def allowed_bytes(folder: Path, max_bytes: int | None) -> int:
+    """Return the bytes that may be written: nine tenths of the free ones, or `max_bytes`."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free * 9 // 10
+    return free if max_bytes is None else min(free, max_bytes)
+
+
+def sample_runs(
+    batch: PackedBatch, samples: Sequence[Sample]
+) -> Iterator[tuple[int, Int64[Tensor, " rows"]]]:
+    """Yield sample and rows among its learned places, for every run of learned places."""
+    predicts = batch.predicts.cpu()
+    owners, counts = torch.unique_consecutive(batch.samples.cpu()[predicts], return_counts=True)
+    positions = torch.split(batch.positions.cpu()[predicts], counts.tolist())
+    for index, places in zip(owners.tolist(), positions, strict=True):
+        yield index, torch.searchsorted(learned_places(samples[index]), places)
+
+
+WHAT = {"hidden": "last hidden states", "features": "features and last hidden states"}
+"""What a kind of cache holds, in words."""
+Target = TargetModel | EngineTarget
+MakeColumns = Callable[[Target, Float[Tensor, "rows states hidden"]], Mapping[str, Tensor]]
+"""Returns what is cached of a sample, from the target's states at the rows that are learned."""
+
+
+class TargetCache:
+    """Cache on disk of what the target computes for samples, one file per sample.
+
+    Args:
+        kind: first part of the folder's name.
+        settings: settings that decide the content, beside target, tokenizer, template and text.
+        layers: layers of the target whose inputs are cached beside the last hidden states; None for
+            a draft model.
+    """
+
+    def __init__(
+        self,
+        source: TeacherSource,
+        config: TeacherConfig,
+        kind: str,
+        settings: Mapping[str, str],
+        row_bytes: int,
+        layers: tuple[int, ...] | None = None,
+    ) -> None:
+        identity = {
+            "format": FORMAT,
+            "kind": kind,
+            "target_hash": source.target.content_hash,
+            "tokenizer_hash": source.target.tokenizer_hash,
+            "template_hash": source.target.template_hash,
+            "settings": settings,
+        }
+        self.source = source
+        self.kind = kind
+        self.max_bytes = config.max_cache_bytes
+        self.row_bytes = row_bytes
+        self.layers = layers
+        self.description = json.dumps(identity, sort_keys=True, indent=1) + "\n"
+        self.folder = source.cache_dir / f"{kind}-{hash_of(self.description.encode())}"
+        self._files: dict[str, Path] = {}
+
+    def read(self, sample: Sample) -> dict[str, Tensor]:
+        """Return the cached tensors of a sample by name; `fill` must have stored them."""
+        path = self._files.get(hash_sample(sample))
+        if path is None:
+            raise InvalidCache(f"{self.folder} has no rows of a sample that was not prepared")
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise InvalidCache(
+                f"{path} cannot be read any more: {error}; start again, and its content is "
+                "computed again"
+            ) from error
+
+    def read_runs(
+        self, batch: PackedBatch, samples: Sequence[Sample]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the cached tensors of every run of learned places, in the order of the batch."""
+        for index, rows in sample_runs(batch, samples):
+            yield {name: part[rows] for name, part in self.read(samples[index]).items()}
+
+    def fill(self, samples: Sequence[Sample], make_columns: MakeColumns) -> Target | None:
+        """Compute what is missing; returns the target if it was loaded.
+
+        Raises:
+            CacheTooLarge: it would not fit, and nothing is written; or the disk filled up.
+        """
+        missing = self._list_missing(samples)
+        if missing:
+            self._check_room(sum(sample.num_learned for sample in missing))
+        self.source.wait()  # no process writes before all have listed what is missing
+        if not missing:
+            return None
+        target = self.source.scorer(missing)
+        target.check(missing)
+        self._run(target, missing, make_columns)
+        self.source.wait()
+        self._list_files()
+        return target
+
+    def _list_files(self) -> None:
+        files = self.folder.glob(f"{ROWS}-*{SUFFIX}")
+        self._files = {path.stem.split("-")[1]: path for path in files}
+
+    def _list_missing(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples without an undamaged file, each once, after reading all files."""
+        self._list_files()
+        missing = []
+        for key, sample in {hash_sample(sample): sample for sample in samples}.items():
+            path = self._files.get(key)
+            if path is not None and is_whole(path):
+                continue
+            missing.append(sample)
+            if path is not None:
+                logger.warning("%s is damaged; its content is computed again", path)
+                with suppress(OSError):
+                    path.unlink()
+        return missing
+
+    def _check_room(self, num_rows: int) -> None:
+        """Log the size of the rows to write, and refuse more than the disk has room for."""
+        needed, allowed = num_rows * self.row_bytes, allowed_bytes(self.folder, self.max_bytes)
+        what = f"{WHAT.get(self.kind, self.kind)} of {num_rows:,} positions"
+        preparation.info(
+            "caching %s in %s: %s (%s each), %s may be taken",
+            what,
+            self.folder,
+            readable(needed),
+            readable(self.row_bytes),
+            readable(allowed),
+        )
+        if needed > allowed:
+            raise CacheTooLarge(
+                f"{what} take {readable(needed)}, {readable(allowed)} may be taken in "
+                f"{self.folder}: use fewer prompts, another folder, a higher limit, or the teacher "
+                "that reruns the target (model)"
+            )
+
+    def _run(self, target: Target, samples: Sequence[Sample], make_columns: MakeColumns) -> None:
+        index, number = self.source.process
+        parts = [*passes(samples, MAX_TOKENS)][index::number]
+        num_rows = sum(samples[index].num_learned for part in parts for index in part)
+        num_done = 0
+        for part in parts:
+            batch = one_per_row(samples, part)
+            states = target.states(batch, self.layers or ())
+            for row, index in enumerate(part):
+                learned = states[row, learned_places(samples[index]).to(states.device)]
+                if not bool(learned.isfinite().all()):
+                    raise NumericalError(
+                        "the target's hidden states are not finite in a response to the prompt "
+                        f"{samples[index].prompt_hash}; load it in bf16 or fp32"
+                    )
+                self._write(samples[index], make_columns(target, learned))
+                num_done += len(learned)
+            self.source.on_progress(num_done, num_rows)
+
+    def _write(self, sample: Sample, columns: Mapping[str, Tensor]) -> None:
+        content = save({name: column.cpu().contiguous() for name, column in columns.items()})
+        description, stem = self.folder / DESCRIPTION, f"{ROWS}-{hash_sample(sample)}"
+        try:
+            if not description.exists():
+                with atomic_write(description) as scratch:
+                    scratch.write_text(self.description, encoding="utf-8")
+            write_cached(self.folder, stem, SUFFIX, content, durable=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise CacheTooLarge(
+                f"the disk of {self.folder} is full; finished files are kept and are not computed "
+                "again: make room, or name another folder for caches, and start again"
+            ) from error
+
+
+def hash_sample(sample: Sample) -> str:
+    """Return the hash of a sample's text and of its learned ranges."""
+    content = json.dumps([sample.prompt_hash, sample.token_ids, sample.spans])
+    return hash_of(content.encode())
+
 
 STATES, LOG_SUMS, CHOICES = "states", "log_sums", "choices"
 """Columns of a cache: hidden states, log sums of the exponentials of their logits over T, and the
 most likely tokens."""
 LOG_SUM_BYTES = CHOICE_BYTES = 4
-
-
-@runtime_checkable
-class TeacherRows(Protocol):
-    """The target's distribution at the learned rows of one batch, computed in chunks.
-
-    Full-vocabulary rows are large (256 rows x 152k are 156 MB in fp32), so no more than a chunk of
-    them is ever asked for at once.
-    """
-
-    def distribution(self, rows: slice) -> TargetDistribution:
-        """Return the distribution at some rows, under the deployed temperature and truncation."""
 
 
 @runtime_checkable
@@ -213,14 +411,14 @@ class CachedStates:
         """Run the target over the samples whose hidden states are not cached."""
         if self.cache.layers is not None:
             samples = [replace(sample, spans=((1, len(sample.token_ids)),)) for sample in samples]
-        source, target = self.cache.source, self.cache.fill(samples, self._columns)
+        source, target = self.cache.source, self.cache.fill(samples, self._make_columns)
         if target is None:
             self._head = source.read_head()
         else:
             self._head = target.head.to(source.probs_device, source.computed)
         self._samples = samples
 
-    def _columns(
+    def _make_columns(
         self, target: Target, states: Float[Tensor, "rows states hidden"]
     ) -> dict[str, Tensor]:
         source = self.cache.source
@@ -238,7 +436,7 @@ class CachedStates:
     def rows(self, batch: PackedBatch) -> StateRows:
         head, source, layers = self._head, self.cache.source, self.cache.layers
         assert head is not None, "prepare comes first"
-        cached = batch if layers is None else _with_all_learned(batch)
+        cached = batch if layers is None else _mark_all_learned(batch)
         places, learned = cached.predicts.cpu(), batch.predicts.cpu()
         shape = (*batch.ids.shape, len(layers or ()) + 1, head.width)
         states = torch.zeros(shape, dtype=head.weight.dtype)
@@ -257,7 +455,7 @@ class CachedStates:
         )
 
 
-def _with_all_learned(batch: PackedBatch) -> PackedBatch:
+def _mark_all_learned(batch: PackedBatch) -> PackedBatch:
     """Return a batch in which every token of a sample but its first is learned."""
     following = torch.zeros_like(batch.predicts)
     following[:, :-1] = batch.positions[:, 1:] == batch.positions[:, :-1] + 1
@@ -284,7 +482,7 @@ class CachedChoices:
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Run the target over the samples whose choices are not cached."""
-        self.cache.fill(samples, self._columns)
+        self.cache.fill(samples, self._make_columns)
         self._samples = samples
 
     def rows(self, batch: PackedBatch) -> ChosenRows:
@@ -292,7 +490,9 @@ class CachedChoices:
         found = [torch.zeros(0, dtype=torch.int64), *(part[CHOICES].long() for part in parts)]
         return ChosenRows(torch.cat(found)[:, None].to(self.cache.source.probs_device))
 
-    def _columns(self, target: Target, states: Float[Tensor, "rows 1 hidden"]) -> dict[str, Tensor]:
+    def _make_columns(
+        self, target: Target, states: Float[Tensor, "rows 1 hidden"]
+    ) -> dict[str, Tensor]:
         parts = [
             largest(target.head.logits(states[rows, -1]))[1]
             for rows in row_chunks(len(states), target.head.vocab_size)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from forerun.align.config import DataConfig, Source
-from forerun.align.samples import PromptRecord, Sample, mix, read_prompts, split
+from forerun.align.samples import PromptRecord, Sample, data_hash, mix, read_prompts, split
 from forerun.align.workspace import OnProgress, exclusive_access, lock_for
 from forerun.cache import hash_of
 from forerun.engine.engine import Engine
@@ -238,6 +238,14 @@ class PromptSplit:
     held_out: tuple[PromptRecord, ...]
 
     @property
+    def hashes(self) -> dict[str, str]:
+        """Hashes of the prompts, with the answers they bring and the tags they are judged by."""
+        learned = [[prompt.prompt_hash, data_hash(prompt.brought)] for prompt in self.training]
+        judged = [[prompt.prompt_hash, prompt.tag] for prompt in self.held_out]
+        sides = {"training prompts": learned, "held-out prompts": judged}
+        return {side: hash_of(json.dumps(hashes).encode()) for side, hashes in sides.items()}
+
+    @property
     def to_judge(self) -> list[EvaluationPrompt]:
         return [EvaluationPrompt(prompt_ids=p.prompt_ids, tag=p.tag) for p in self.held_out]
 
@@ -303,7 +311,7 @@ class TrainingTexts:
         """Return the responses of the target and those of the records, where they have a share."""
         found: list[Sample] = []
         if "target" in self.data.shares:
-            found += self._of_target(on_progress)
+            found += self._read_responses(on_progress)
         if "fixed" in self.data.shares:
             found += [sample for prompt in self.prompts.training for sample in prompt.brought]
         return found
@@ -312,7 +320,7 @@ class TrainingTexts:
         """Select samples in the configured shares."""
         return mix(samples, self.data.shares, seed=0)
 
-    def _of_target(self, on_progress: OnProgress) -> list[Sample]:
+    def _read_responses(self, on_progress: OnProgress) -> list[Sample]:
         origin = ResponseOrigin(
             source="target",
             model=self.target.content_hash,
@@ -325,10 +333,10 @@ class TrainingTexts:
                 write_responses(self.engine, prompts, store, on_progress)
         found = (store.response(prompt.prompt_hash) for prompt in prompts)
         self.num_cut = sum(r is not None and r.finish_reason == "length" for r in found)
-        return [_without_loop(sample) for sample in store.samples(prompts)]
+        return [_cut_loop(sample) for sample in store.samples(prompts)]
 
 
-def _without_loop(sample: Sample) -> Sample:
+def _cut_loop(sample: Sample) -> Sample:
     """Cut a sample where its response begins to repeat a 32-gram.
 
     A loop is easy to draft, so learning it does not help with other text.

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,14 +24,15 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     broadcast_object_list,
 )
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import AdamW, Optimizer
 
 from forerun.align.config import FREE_TRAINING_SETTINGS, TrainingConfig
-from forerun.align.optimiser import gather_shards, make_optimiser, shard_like
 from forerun.align.samples import PackedBatch, Packing
 from forerun.align.target import choose_faster_dtype
 from forerun.align.teachers import Teacher
@@ -41,11 +42,99 @@ from forerun.errors import InvalidCheckpoint, TrainingDiverged
 from forerun.measure.rigs import torch_threads
 from forerun.models.stored_tensors import writing_tensors
 
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.01
+"""Of matrices."""
+MOMENTUM = 0.95
+MUON_RATE = 5.0
+"""Learning rate of matrices under Muon, over that of the parameters under AdamW. At 1 a head for a
+135M target learned more slowly than under AdamW alone; see benchmarks/align/real-model.md."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration that brings all singular values near 1 (Jordan et al., Muon, 2024)."""
+NUM_ITERATIONS = 5
+
+
+class MuonAdamW(AdamW):
+    """AdamW, except for groups with `muon` set, whose momentum is orthogonalised before a step.
+
+    Their learning rate is `MUON_RATE` times that of the group, and the root mean square of an
+    update 0.2 times that, as AdamW's is of its rate (Liu et al., arXiv 2502.16982, section 2.2).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
+        """Update all parameters that have a gradient."""
+        groups = self.param_groups
+        for group in groups:
+            if group["muon"]:
+                for matrix in group["params"]:
+                    if matrix.grad is not None:
+                        self._step_matrix(matrix, matrix.grad, MUON_RATE * group["lr"])
+        self.param_groups = [group for group in groups if not group["muon"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+
+    def _step_matrix(self, matrix: Tensor, gradient: Tensor, learning_rate: float) -> None:
+        state = self.state[matrix]
+        if not state:
+            state["step"] = torch.zeros(())  # which AdamW expects of every parameter it restores
+            state["momentum"] = torch.zeros_like(matrix)
+        momentum: Tensor = state["momentum"]
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        direction = gradient.lerp(momentum, MOMENTUM)  # Nesterov's
+        update = shard_like(orthogonalise(gather_shards(direction)), matrix)
+        matrix.mul_(1 - learning_rate * WEIGHT_DECAY)
+        matrix.add_(update, alpha=-0.2 * max(matrix.shape) ** 0.5 * learning_rate)
+
+
+def gather_shards(tensor: Tensor) -> Tensor:
+    """Return a tensor with its shards gathered; all processes must call it for the same tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Move a tensor to a parameter's device and shard it like the parameter."""
+    tensor = tensor.to(like.device)
+    if isinstance(like, DTensor):
+        # Every process has the whole tensor, so none has to send it.
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return tensor
+
+
+def orthogonalise(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+    """Return a matrix with the same singular vectors, whose singular values are all near 1."""
+    a, b, c = COEFFICIENTS
+    wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    result: Tensor = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(NUM_ITERATIONS):
+        gram = result @ result.mT
+        result = torch.addmm(result, torch.addmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)
+    return result.mT if matrix.shape[0] > matrix.shape[1] else result
+
+
+def make_optimiser(
+    module: nn.Module, learning_rate: float, muon: Iterable[nn.Parameter] = ()
+) -> MuonAdamW:
+    """Build the optimiser; matrices have weight decay, norms and biases do not."""
+    inner = {id(parameter) for parameter in muon}
+    trained = [p for p in module.parameters() if p.requires_grad]
+    outer = [p for p in trained if id(p) not in inner]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if id(p) in inner], "muon": True},
+        {"params": [p for p in outer if p.ndim > 1], "muon": False, "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in outer if p.ndim <= 1], "muon": False, "weight_decay": 0.0},
+    ]
+    filled = [group for group in groups if group["params"]]
+    return MuonAdamW(filled, lr=learning_rate, betas=BETAS, fused=True)
+
+
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Prefixes that activation checkpointing and compilation add to the names of parameters."""
 
 
-def _named_trained(module: nn.Module) -> dict[str, nn.Parameter]:
+def _find_trained(module: nn.Module) -> dict[str, nn.Parameter]:
     found = {}
     for name, parameter in module.named_parameters():
         for wrapper in WRAPPERS:
@@ -66,7 +155,7 @@ def save_checkpoint(
 ) -> None:
     """Write the state after `step` steps; an earlier file is replaced atomically."""
     tensors = {}
-    for name, tensor in _state_tensors(module, optimiser):
+    for name, tensor in _list_tensors(module, optimiser):
         gathered = gather_shards(tensor.detach())
         if is_writer:
             tensors[name] = gathered.cpu().clone()
@@ -92,8 +181,8 @@ def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _state_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in _named_trained(module).items():
+def _list_tensors(module: nn.Module, optimiser: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in _find_trained(module).items():
         yield f"weights/{name}", parameter
         for key, value in optimiser.state[parameter].items():
             yield f"optimiser/{name}/{key}", value
@@ -116,7 +205,7 @@ def load_checkpoint(
             tensors = {name: file.get_tensor(name) for name in names}
             if metadata["sha256"] != _hash_tensors(tensors):
                 raise ValueError("its content is damaged: the hash does not match")
-            for name, parameter in _named_trained(module).items():
+            for name, parameter in _find_trained(module).items():
                 with torch.no_grad():
                     parameter.copy_(shard_like(tensors[f"weights/{name}"], parameter))
                 prefix = f"optimiser/{name}/"
@@ -287,7 +376,7 @@ class Trainer:
             while self.step < until_step:
                 started_s = time.monotonic()
                 late = started_s - self._saved_s > self.config.checkpoint_every_s
-                batches = [rows.batch(first, number) for first, number in self._passes()]
+                batches = [rows.batch(first, number) for first, number in self._list_passes()]
                 mine = sum(int(batch.predicts.sum()) for batch in batches)
                 # All processes stop or save if one of them has to.
                 learned, requested, due = self._sum(mine, interruption.requested, late)
@@ -316,13 +405,13 @@ class Trainer:
         Every process must call.
         """
         gathered = {}
-        for name, parameter in _named_trained(self.module).items():
+        for name, parameter in _find_trained(self.module).items():
             tensor = gather_shards(parameter.detach())
             if self.accelerator.is_main_process:
                 gathered[name] = tensor.cpu().clone()
         return gathered
 
-    def _passes(self) -> Sequence[tuple[int, int]]:
+    def _list_passes(self) -> Sequence[tuple[int, int]]:
         share = self.rows_per_step // self.accelerator.num_processes
         first = self.step * self.rows_per_step + self.accelerator.process_index * share
         most = self.config.rows_per_pass

@@ -17,14 +17,16 @@ from tyro.conf import Suppress, UseAppendAction, arg
 
 from forerun.align.config import (
     AlignConfig,
+    AttachedConfig,
     DataConfig,
     EvaluationConfig,
     Export,
+    TeacherConfig,
     TrainingConfig,
 )
 from forerun.bounded_read import read_bytes
 from forerun.cli.command import Command
-from forerun.cli.flags import LookAhead, Model, SamplingFlags, use_threads
+from forerun.cli.flags import LookAhead, Model, use_threads
 from forerun.cli.tables import SafeConsole, rates, table_of, with_ends
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, Range
@@ -33,7 +35,7 @@ from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.align.plan import TextSizes
-    from forerun.align.report import AlignReport
+    from forerun.align.results import AlignReport
     from forerun.engine.engine import Engine
     from forerun.measure.judge import (
         AcceptanceFigures,
@@ -63,11 +65,40 @@ class DataFlags(DataConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseFlags(SamplingFlags):
+class ResponseFlags:
     """Sampling parameters of the deployment, under which responses are drawn."""
 
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus: the fewest most likely tokens whose probabilities sum to top_p."""
+    top_k: int = 0
+    """The k most likely tokens; 0 is off."""
     max_tokens: int | None = None
     """Most tokens of a response. Default: 128 on a CPU; on a GPU 256, from 1B parameters 512."""
+    draft_temperature: float | None = None
+    """Temperature of the draft alone. Default: that of the target."""
+    others: Suppress[SamplingParams] = field(default_factory=SamplingParams)
+    """Parameters that have no flag, of the run that is refreshed."""
+
+    @property
+    def params(self) -> SamplingParams:
+        return replace(self.others, **{name: getattr(self, name) for name in RESPONSES})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherFlags(TeacherConfig):
+    """Source of the target's probabilities during training."""
+
+    max_cache_bytes: Suppress[int | None] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachedFlags(AttachedConfig):
+    """Shape and training of a head on the target (methods eagle3 and medusa)."""
+
+    pass_decay: Suppress[float] = 0.8
+    norm_before_residual: Suppress[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +113,8 @@ class TrainingFlags(TrainingConfig):
     by default what suits the size of the target (docs/align.md)."""
     window: int | None = None  # type: ignore[assignment]
     learning_rate: float | None = None  # type: ignore[assignment]
+    checkpoint_every_s: Suppress[float] = 300.0
+    training_seed: Suppress[int] = 0
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -108,11 +141,14 @@ class AlignOptions(AlignConfig):
     # Help comes from AlignConfig; these differ, since defaults may come from an earlier run.
     target: Model = DEFAULT_TARGET
     """Target: folder, hub name or zoo: name."""
+    dtype: Suppress[str] = "auto"
     refresh: Path | None = None
     """Folder of an earlier alignment, or its draft: go on from that, its settings as defaults."""
     export: UseAppendAction[tuple[Export, ...]] = ()
     data: DataFlags = field(default_factory=DataFlags)
-    sampling: ResponseFlags = field(default_factory=ResponseFlags)
+    sampling: ResponseFlags = field(default_factory=ResponseFlags)  # type: ignore[assignment]
+    teacher: TeacherFlags = field(default_factory=TeacherFlags)
+    attached: AttachedFlags = field(default_factory=AttachedFlags)
     training: TrainingFlags = field(default_factory=TrainingFlags)
     evaluation: EvaluationFlags = field(default_factory=EvaluationFlags)
     engine: Suppress[EngineConfig] = field(default_factory=lambda: EngineConfig(controller="fixed"))
@@ -138,7 +174,12 @@ class AlignOptions(AlignConfig):
             "init": None,
             "out": Path("aligned"),
             "data": DataFlags(**values_of(config.data, DataConfig)),
-            "sampling": ResponseFlags(**values_of(config.sampling, SamplingParams)),
+            "sampling": ResponseFlags(
+                others=config.sampling,
+                **{name: getattr(config.sampling, name) for name in RESPONSES},
+            ),
+            "teacher": TeacherFlags(**values_of(config.teacher, TeacherConfig)),
+            "attached": AttachedFlags(**values_of(config.attached, AttachedConfig)),
             "training": TrainingFlags(**values_of(config.training, TrainingConfig)),
             "evaluation": EvaluationFlags(**values_of(config.evaluation, EvaluationConfig)),
         }
@@ -169,12 +210,16 @@ class AlignOptions(AlignConfig):
         changed = {
             "data": data,
             "sampling": self.sampling.params,
+            "teacher": TeacherConfig(**values_of(self.teacher, TeacherConfig)),
+            "attached": AttachedConfig(**values_of(self.attached, AttachedConfig)),
             "training": self.training.fill_defaults(),
             "evaluation": EvaluationConfig(**values_of(self.evaluation, EvaluationConfig)),
         }
         return AlignConfig(**{**values_of(self, AlignConfig), **changed})
 
 
+RESPONSES = ("temperature", "top_p", "top_k", "max_tokens", "draft_temperature")
+"""Sampling parameters that have flags."""
 WRITTEN, HELD_OUT = "prompts.jsonl", "held-out.jsonl"
 """Files of --prompts self in the folder of the alignment, unless --held-out names another."""
 TEXTS = "prompts"
@@ -191,22 +236,22 @@ class Preparation:
         config = options.config
         self.options = options
         self.target = ModelFiles.open(config.target)
-        self.sizes = read_sizes(config)
+        self.sizes = read_sizes(config, self.target)
         chosen = defaults_for(self.sizes, config.method)
         if config.sampling.max_tokens is None and options.refresh is None:
             sampling = replace(config.sampling, max_tokens=chosen.max_tokens)
             config = replace(config, sampling=sampling)
-        self.tokenizer = ModelFiles.open(config.target).tokenizer
+        self.tokenizer = self.target.tokenizer
         self.num_written = 0
         if options.data.prompts == SELF:
             self.num_written = options.data.num_self_prompts or chosen.num_prompts
         self.is_chat = self.tokenizer.has_chat_template and not config.data.raw
         window = options.training.window or chosen.window
-        self.texts = self._sizes_of_texts(config, window)
+        self.texts = self._measure_texts(config, window)
         given = values_of(options.training, TrainingConfig)
         self.config = fill_in(config, chosen, self.texts, given)
 
-    def _sizes_of_texts(self, config: AlignConfig, window: int) -> TextSizes:
+    def _measure_texts(self, config: AlignConfig, window: int) -> TextSizes:
         from forerun.align.plan import TEXTS_PER_PROMPT, TURN_TOKENS, TextSizes, measure_prompts
         from forerun.align.samples import read_prompts
         from forerun.align.self_prompts import find_opening
@@ -266,9 +311,8 @@ class Preparation:
         if begun and all(path.exists() for path in files if path) and not self.options.plan_only:
             self._check_number()
             return
-        METHODS[self.config.method](
-            configure_method(self.config, self.target)
-        ).load()  # refuses a wrong draft
+        method = METHODS[self.config.method](configure_method(self.config, self.target))
+        method.load()  # refuses a wrong draft
         with self._engine() as engine:
             self._print_plan(engine)
             if self.num_written and not self.options.plan_only:
@@ -297,7 +341,7 @@ class Preparation:
         own = replace(sized, num_speculative_tokens=0, max_context=room)
         try:
             yield Engine.load(
-                config.target, draft="none", dtype=config.dtype, device=config.device, config=own
+                self.target, draft="none", dtype=config.dtype, device=config.device, config=own
             )
         finally:
             torch.set_num_threads(num_threads)  # a native target takes the cores for itself
@@ -317,15 +361,13 @@ class Preparation:
         from forerun.align.self_prompts import PromptWriter, find_opening
         from forerun.align.workspace import Phases
         from forerun.atomic_write import atomic_write
-        from forerun.models.checkpoint import ModelFiles
-        from forerun.provenance import content_hash
 
         config, phases = self.config, Phases(SafeConsole(stderr=True))
         writer = PromptWriter(
             engine=engine,
             opening=find_opening(self.tokenizer, raw=config.data.raw),
-            target_hash=content_hash(config.target),
-            tokenizer_hash=ModelFiles.find(config.target).tokenizer_hash,
+            target_hash=self.target.content_hash,
+            tokenizer_hash=self.target.tokenizer_hash,
             folder=config.out / TEXTS,
         )
         with phases.bar("prompts", "texts of the target") as on_progress:
@@ -396,7 +438,7 @@ def defaults(arguments: Sequence[str]) -> AlignOptions | None:
     for flag, value in pairwise(given):
         name, _, inline = flag.partition("=")
         if name == "--refresh":
-            from forerun.align.manifest import read_settings
+            from forerun.align.workspace import read_settings
 
             folder = Path(inline or value)
             return AlignOptions.of(*read_settings(folder), folder)
@@ -407,6 +449,8 @@ COMMAND = Command(
     options=AlignOptions,
     run=run,
     lists={"--export": ","},
+    usual="target method draft init prompts num_self_prompts held_out temperature max_tokens out "
+    "refresh export num_steps plan_only json",
     defaults=defaults,
     description="Distil a draft to its target on your prompts: the target answers them, the draft\n"
     "learns the target's distributions, the engine's own verifier evaluates it on held-out\n"
@@ -502,12 +546,12 @@ def print_changes(changes: Sequence[FigureChange]) -> None:
     for change in changes:
         over = "" if change.tag is None else f", {change.tag or 'no tag'}"
         console.print(
-            f"[bold]{WORDS[change.figure]}{escape(over)}:[/] {_in_line(change.before)} -> "
-            f"{_in_line(change.after)}: {change.finding}"
+            f"[bold]{WORDS[change.figure]}{escape(over)}:[/] {_join_ends(change.before)} -> "
+            f"{_join_ends(change.after)}: {change.finding}"
         )
 
 
-def _in_line(interval: Interval) -> str:
+def _join_ends(interval: Interval) -> str:
     return with_ends(interval, ".2f").replace("\n", " ")
 
 

@@ -53,12 +53,8 @@ class AuditOptions:
     """Most requests, refused ones included."""
     max_tokens: int = 48
     """Output tokens of a request."""
-    clients: int = 4
-    """Requests at once."""
     false_alarms: float = 0.01
     """Largest probability of an alarm over a server that follows the reference."""
-    tolerance: float = 0.002
-    """Total variation that counts as rounding."""
     tie_margin: float = 0.5
     """At temperature 0, a token this close to the best one, in log-probability, is rounding. With
     0.1, where server and reference compute in fp32, faults are found sooner."""
@@ -80,15 +76,13 @@ def run(options: AuditOptions) -> int:
         max_tokens=options.tokens,
         max_requests=options.requests,
         num_tokens=options.max_tokens,
-        num_clients=options.clients,
         false_alarms=options.false_alarms,
-        tolerance=options.tolerance,
         tie_margin=options.tie_margin,
     )
     for flag, path in (("--state", options.state), ("--out", options.out)):
         check_writable(flag, path)
     with ExitStack() as stack:
-        audit = _prepared(options, config, stack)
+        audit = _prepare_audit(options, config, stack)
         with progress_bar("asking", config.max_tokens) as report:
             audit.run(report)
     from forerun.doctor.audit.verdict import judge, page_of, report_of
@@ -104,7 +98,7 @@ def run(options: AuditOptions) -> int:
     return _CODES[verdict.status]
 
 
-def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
+def _prepare_audit(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
     from forerun.client.connection import ClientConfig
     from forerun.doctor.audit.config import AuditConfig
     from forerun.doctor.audit.endpoint import HttpEndpoint
@@ -137,11 +131,11 @@ def _prepared(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
         "reference": shown_source(name or ""),
         "draft": options.draft or "",
     }
-    prompts = _prompts(options.prompts, tokenizer)
+    prompts = _read_prompts(options.prompts, tokenizer)
     return Audit(config, endpoint, reference, prompts, StateFile(options.state, header))
 
 
-def _prompts(path: Path | None, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
+def _read_prompts(path: Path | None, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
     from forerun.measure.prompt_files import read_entries
     from forerun.models.catalog import held_out_prompts
 

@@ -28,7 +28,7 @@ from forerun.control.config import ControllerName
 from forerun.drafters.config import AUTO
 from forerun.errors import InvalidRequest, Range
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
-from forerun.models.architecture import Runner, WeightFormat
+from forerun.models.architecture import WeightFormat
 from forerun.models.catalog import DEFAULT_TARGET, ZOO_DRAFTS
 
 if TYPE_CHECKING:
@@ -94,18 +94,10 @@ class EndpointFlags:
 
 @dataclass(slots=True, kw_only=True)
 class EndpointRun:
-    """Runs a load test and shows its results, also after an interruption.
+    """Runs a load test and shows its results, also after an interruption."""
 
-    Args:
-        model: name of the model on the servers; None takes the first one.
-    """
-
-    flags: EndpointFlags
-    model: str | None
+    options: BenchOptions
     params: SamplingParams
-    num_blocks: int
-    json: bool
-    out: Path | None
     backends: dict[str, HttpBackend] = field(default_factory=dict)
     blocks: list[LoadBlock] = field(default_factory=list)
     number: int = field(default_factory=lambda: secrets.randbits(32))
@@ -114,14 +106,14 @@ class EndpointRun:
         """Measure all blocks, with a progress bar, and show what was measured."""
         from forerun.measure.bench.load import load_prompts, run_load
 
-        check_writable("--out", self.out)
-        counts = self.flags.num_requests
+        check_writable("--out", self.options.out)
+        counts = self.options.endpoints.num_requests
         with ExitStack() as stack:
-            for place, url in enumerate(self.flags.url):
+            for place, url in enumerate(self.options.endpoints.url):
                 name = shown_url(url)
                 name += " (2)" if name in self.backends else ""
-                self.backends[name] = stack.enter_context(self._connected(place, url))
-            total = self.num_blocks * len(counts) * len(self.backends)
+                self.backends[name] = stack.enter_context(self._connect(place, url))
+            total = self.options.blocks * len(counts) * len(self.backends)
             try:
                 with progress_bar("warming up", total) as report:
                     for block in run_load(
@@ -129,7 +121,7 @@ class EndpointRun:
                         lambda first, n: load_prompts(texts, first, n, self.number),
                         self.params,
                         num_requests=counts,
-                        num_blocks=self.num_blocks,
+                        num_blocks=self.options.blocks,
                     ):
                         self.blocks.append(block)
                         done = len(self.blocks)
@@ -143,26 +135,30 @@ class EndpointRun:
                     self.show()
         return 0
 
-    def _connected(self, place: int, url: str) -> HttpBackend:
+    def _connect(self, place: int, url: str) -> HttpBackend:
         from forerun.client.connection import ClientConfig
         from forerun.engine.http_backend import HttpBackend
 
-        variables = self.flags.api_key_env
+        variables = self.options.endpoints.api_key_env
         variable = variables[min(place, len(variables) - 1)] if variables else None
-        most = max(self.flags.num_requests)
         return HttpBackend(
-            ClientConfig(url=url, model=self.model, key_variable=variable, max_connections=most)
+            ClientConfig(
+                url=url,
+                model=self.options.model,
+                key_variable=variable,
+                max_connections=max(self.options.endpoints.num_requests),
+            )
         )
 
     def show(self) -> None:
         """Print and write the results measured until now."""
         content = json.dumps(self.report())
-        if self.json:
+        if self.options.json:
             print(content)
         else:
             self._print()
-        if self.out is not None:
-            with atomic_write(self.out) as scratch:
+        if self.options.out is not None:
+            with atomic_write(self.options.out) as scratch:
                 scratch.write_text(content + "\n", encoding="utf-8")
 
     def report(self) -> dict[str, object]:
@@ -194,7 +190,7 @@ class EndpointRun:
                 "max_tokens": self.params.max_tokens,
                 "temperature": self.params.temperature,
                 "ignore_eos": self.params.ignore_eos,
-                "requests_of_a_block": self.flags.num_requests,
+                "requests_of_a_block": self.options.endpoints.num_requests,
                 "run": self.number,
             },
             "provenance": collect({}).to_dict(),
@@ -216,12 +212,12 @@ class EndpointRun:
         for row in rows:
             for url, blocks in row.items():
                 name = f"{blocks[0].concurrency}, {letters[url]}\n{len(blocks)} blocks"
-                table.add_row(name, *_cells_of(load_figures(blocks)))
+                table.add_row(name, *_format_cells(load_figures(blocks)))
         console.print(table, "", "TTFT: time to first token; TPOT: time per output token", sep="\n")
         for row in rows if len(letters) == 2 else ():
-            console.print(*self._comparison(*row.values()), sep="\n", markup=False)
+            console.print(*self._compare(*row.values()), sep="\n", markup=False)
 
-    def _comparison(self, first: Sequence[LoadBlock], second: Sequence[LoadBlock]) -> list[str]:
+    def _compare(self, first: Sequence[LoadBlock], second: Sequence[LoadBlock]) -> list[str]:
         """Return sentences on the ratios and on the texts at one number of clients."""
         from forerun.measure.bench.load import agreement, load_figures, load_outcome
 
@@ -243,7 +239,7 @@ def as_json(figures: dict[str, Interval]) -> dict[str, dict[str, float | None]]:
     }
 
 
-def _cells_of(figures: dict[str, Interval]) -> list[str]:
+def _format_cells(figures: dict[str, Interval]) -> list[str]:
     found = []
     for name, interval in figures.items():
         _, scale, spec = COLUMNS[name]
@@ -284,14 +280,10 @@ class BenchOptions:
     """Most blocks per table: a block is one batch of prompts continued by every arm."""
     max_tokens: int = DEFAULTS.max_tokens
     """Longest completion."""
-    max_context: int = DEFAULTS.max_context
-    """Longest prompt and completion."""
     dtype: str = DEFAULTS.dtype
     """auto (as stored), bfloat16, float16 or float32."""
     device: str = DEFAULTS.device
     """auto, cpu, cuda or mps."""
-    runner: Runner = DEFAULTS.runner
-    """Runs the passes; see `forerun generate --help`."""
     weights: WeightFormat = DEFAULTS.weights
     """Bits of the target's weights; see `forerun generate --help`."""
     threads: int | None = None
@@ -327,10 +319,8 @@ class BenchOptions:
             batches=self.batch or DEFAULTS.batches,
             num_blocks=self.blocks,
             max_tokens=self.max_tokens,
-            max_context=self.max_context,
             dtype=self.dtype,
             device=self.device,
-            runner=self.runner,
             weights=self.weights,
             num_threads=self.threads,
         )
@@ -346,7 +336,7 @@ def run(options: BenchOptions) -> int:
     """Run the comparison; an interruption or failure still shows the results before it."""
     options.endpoints.check()
     if options.endpoints.url:
-        return _endpoint_run(options).run(_texts_for_servers(options.prompts))
+        return _make_endpoint_run(options).run(_read_texts(options.prompts))
     config = options.config
     options.check()
 
@@ -385,7 +375,7 @@ def run(options: BenchOptions) -> int:
     return 0
 
 
-def _texts_for_servers(path: Path | None) -> list[str]:
+def _read_texts(path: Path | None) -> list[str]:
     """Return the prompts of a load test, which a server completes as they are."""
     from forerun.measure.prompt_files import neighbours_apart, plain_text, read_prompts
     from forerun.models.catalog import held_out_prompts
@@ -400,7 +390,7 @@ FOR_ENDPOINTS = frozenset(
 )
 
 
-def _endpoint_run(options: BenchOptions) -> EndpointRun:
+def _make_endpoint_run(options: BenchOptions) -> EndpointRun:
     """Return the load test of the servers that the options name."""
     from forerun.sampling.config import SamplingParams
 
@@ -419,14 +409,7 @@ def _endpoint_run(options: BenchOptions) -> EndpointRun:
         max_tokens=options.max_tokens,
         ignore_eos=options.endpoints.ignore_eos,
     )
-    return EndpointRun(
-        flags=options.endpoints,
-        model=options.model,
-        params=params,
-        num_blocks=options.blocks,
-        json=options.json,
-        out=options.out,
-    )
+    return EndpointRun(options=options, params=params)
 
 
 def _begin_trace(
@@ -442,7 +425,7 @@ def _begin_trace(
     for header in headers:
         trace.add(header)
     hashes = {h.draft: h.draft_hash for h in headers if h.draft is not None and h.draft_hash}
-    return BenchTrace(trace, draft_hashes=hashes, with_tokens=options.tracing.trace_tokens)
+    return BenchTrace(trace, draft_hashes=hashes, with_tokens=False)
 
 
 def show(comparison: BenchComparison, options: BenchOptions) -> None:
@@ -478,6 +461,8 @@ COMMAND = Command(
     options=BenchOptions,
     run=run,
     lists=LISTS,
+    usual="model arms prompts raw temperatures batch blocks max_tokens weights threads controller "
+    "json out trace url",
     description="Compare drafts and K with plain decoding of the same target: every arm continues\n"
     "a batch of prompts before the next comes, and intervals are of the paired ratio. The best\n"
     "of several arms is chosen on one half of the blocks and scored on the other half.\n"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from forerun.errors import InvalidRequest
 
@@ -36,7 +36,7 @@ class Exit(IntEnum):
     """The reader of the output ended early."""
 
 
-def _no_defaults(arguments: Sequence[str]) -> None:
+def _skip_defaults(arguments: Sequence[str]) -> None:
     """Return None, which means that the defaults of the options' class apply."""
 
 
@@ -50,6 +50,8 @@ class Command(Generic[OptionsT]):
             word ("" for none). `--rows 1,2`, `--rows 1 2` and `--rows 1 --rows 2` are the same.
         has_positional: whether a word without a flag has a meaning of its own; where it does not
             come first, a list takes one word after each flag.
+        usual: names of the fields that --help shows, at most 15; --help-all shows the others too.
+            Empty: there are no others.
         defaults: options to start from, given the arguments; None for those of the class.
         rewrite: translates arguments of earlier releases that an alias cannot.
     """
@@ -60,28 +62,33 @@ class Command(Generic[OptionsT]):
     examples: tuple[str, ...]
     lists: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     has_positional: bool = False
-    defaults: Callable[[Sequence[str]], Any] = _no_defaults
+    usual: str = ""
+    defaults: Callable[[Sequence[str]], Any] = _skip_defaults
     rewrite: Callable[[Sequence[str]], Sequence[str]] = list
-
-    @property
-    def help(self) -> str:
-        lines = [f"  {line}" for line in self.examples]
-        return "\n".join([self.description, "", "examples:", *lines])
 
     def parse(self, name: str, arguments: Sequence[str]) -> OptionsT:
         import tyro
 
-        given = list(self.one_value_each(self.rewrite(arguments)))
+        given = list(self.split_lists(self.rewrite(arguments)))
+        flags = _find_flags(given)
         for one, other in SAME_FLAGS:
-            if one in _flags_of(given) and other in _flags_of(given):
+            if one in flags and other in flags:
                 raise InvalidRequest(f"{one} and {other} are the same flag; give one of them")
+        options: type[Any] = self.options
+        lines = [self.description, "", "examples:", *(f"  {line}" for line in self.examples)]
+        if "--help-all" in flags:
+            given = ["--help"]
+        elif self.usual and not flags.isdisjoint(("--help", "-h")):
+            given, hidden = ["--help"], list[str]()
+            options = hide_flags(options, self.usual.split(), hidden)
+            lines += [f"--help-all shows {len(hidden)} more flags"]
         parse = partial(
             tyro.cli,
-            self.options,
+            options,
             prog=f"forerun {name}",
-            description=self.help,
+            description="\n".join(lines),
             args=given,
-            default=self.defaults(given),
+            default=self.defaults(given) if options is self.options else None,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
         )
         parsed: OptionsT
@@ -95,7 +102,7 @@ class Command(Generic[OptionsT]):
             parse()  # which says what is unknown, and what is like it
         return parsed
 
-    def one_value_each(self, arguments: Sequence[str]) -> Iterator[str]:
+    def split_lists(self, arguments: Sequence[str]) -> Iterator[str]:
         """Rewrite the arguments so that every list consists of repeated flags of one value."""
         rest = list(arguments)
         one_each = self.has_positional and (not rest or is_flag(rest[0]))
@@ -109,23 +116,42 @@ class Command(Generic[OptionsT]):
             if separator is None:
                 yield word
                 continue
-            values = [value] if equals else taken(rest, 1 if one_each else len(rest))
+            values = [value] if equals else take_words(rest, 1 if one_each else len(rest))
             if not values:
                 yield flag  # the parser says that a value is missing
             for found in values:
-                yield from (f"{flag}={part}" for part in parts(found, separator))
+                yield from (f"{flag}={part}" for part in split_list(found, separator))
+
+
+def hide_flags(options: type[Any], usual: Sequence[str], hidden: list[str]) -> type[Any]:
+    """Return a subclass whose help shows the usual fields alone; adds the others to `hidden`."""
+    import tyro
+
+    suppress: Any = tyro.conf.Suppress
+    hints, changed = get_type_hints(options, include_extras=True), []
+    _, marker = get_args(suppress[int])
+    for item in fields(options):
+        hint: Any = hints[item.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            hint = hide_flags(hint, usual, hidden)
+            changed.append((item.name, hint, field(default_factory=hint)))
+        elif item.name not in usual and marker not in get_args(hint):
+            hidden.append(item.name)
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            changed.append((item.name, suppress[hint], field(default=default)))
+    return make_dataclass(options.__name__, changed, bases=(options,), frozen=True, kw_only=True)
 
 
 SAME_FLAGS = (("--model", "--target"), ("--num-speculative-tokens", "--k"))
 """Names of one flag, of which the parser would take the last without a word."""
 
 
-def _flags_of(arguments: Sequence[str]) -> set[str]:
+def _find_flags(arguments: Sequence[str]) -> set[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return {word.partition("=")[0] for word in arguments[:end] if is_flag(word)}
 
 
-def taken(rest: list[str], most: int) -> list[str]:
+def take_words(rest: list[str], most: int) -> list[str]:
     """Remove the words of `rest` before the next flag and return them."""
     values: list[str] = []
     while rest and len(values) < most and not is_flag(rest[0]):
@@ -137,7 +163,7 @@ def is_flag(word: str) -> bool:
     return word.startswith("-") and len(word) > 1 and not (word[1].isdigit() or word[1] == ".")
 
 
-def parts(value: str, separator: str) -> list[str]:
+def split_list(value: str, separator: str) -> list[str]:
     """Split the value of a list flag; the name of an existing file is not split."""
     if not separator or separator not in value or Path(value).exists():
         return [value]

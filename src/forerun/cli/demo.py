@@ -20,11 +20,10 @@ from rich.text import Text
 
 from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit
-from forerun.cli.flags import check_threads, shortened
+from forerun.cli.flags import shortened
 from forerun.cli.tables import SafeConsole, status_text
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.measure.bench.config import CHECKOUT_TARGET, BenchConfig, demo_benches
-from forerun.models.architecture import Runner
 from forerun.terminal_text import printable
 
 if TYPE_CHECKING:
@@ -45,10 +44,6 @@ class DemoOptions:
     at the first call; zoo:code-40m continues Python code and is part of a checkout."""
     seconds: float = 80.0
     """Time budget, loading included; a download comes on top."""
-    runner: Runner = "auto"
-    """Runs the passes; see `forerun generate --help`."""
-    threads: int | None = None
-    """Threads of the passes. Default: the number with which plain decoding is fastest."""
     out: Path | None = None
     """Write demo.json and text.svg into this folder."""
     json: bool = False
@@ -57,12 +52,11 @@ class DemoOptions:
 
 def run(options: DemoOptions) -> int:
     """Run the demonstration; returns 1 if a greedy text differs from that of plain decoding."""
-    check_threads(options.threads)
     if options.out is not None:
         _make_folder(options.out)
     target = choose_reachable_model(options.model)
     end_s = time.perf_counter() + options.seconds
-    benches = demo_benches(target, runner=options.runner, num_threads=options.threads)
+    benches = demo_benches(target)
     comparisons: dict[str, BenchComparison] = {}
     with SafeConsole(stderr=True).status("starting") as status:
         try:

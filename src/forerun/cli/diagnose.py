@@ -48,27 +48,18 @@ class DiagnoseOptions:
     """Decode rate with speculation."""
     tokens_per_s_plain: float | None = None
     """Decode rate without it, all else the same."""
-    tokens_per_s_before: float | None = None
-    """Decode rate before the change, with speculation."""
-    acceptance_length: float | None = None
-    """tau: tokens per step, the bonus token included."""
     temperature: float | None = None
     """Of sampling; 0 is greedy."""
     batch: float | None = None
     """Sequences that decode together."""
-    context_tokens: float | None = None
-    """Tokens of a sequence."""
-    method: str | None = None
-    """How drafts are made: draft_model, eagle, mtp, ngram, block or other."""
     changed: UseAppendAction[tuple[str, ...]] = ()
     """What was changed when the problem began.
     target, adapter, draft, engine, driver, hardware, traffic, template, precision or config."""
     observed: UseAppendAction[tuple[str, ...]] = ()
     """An observation that holds; docs/facts.md lists the names, for example output_differs."""
-    not_observed: UseAppendAction[tuple[str, ...]] = ()
-    """An observation that does not hold."""
     fact: UseAppendAction[tuple[str, ...]] = ()
-    """Any other fact as NAME=VALUE."""
+    """Any other fact as NAME=VALUE, such as acceptance_length=2.1 or output_differs=no; see
+    docs/facts.md."""
     profile: Path | None = None
     """Cost profile of `forerun profile`, for predictions at other K."""
     interval_s: float = 10.0
@@ -112,26 +103,18 @@ class DiagnoseOptions:
         usual = DiagnoseOptions()
         for name in [each.name for each in fields(self) if each.name not in usable]:
             if getattr(self, name) != getattr(usual, name):
-                flag = (
-                    "the flags of a probe" if name == "probing" else f"--{name.replace('_', '-')}"
-                )
+                flag = "--probe" if name == "probing" else f"--{name.replace('_', '-')}"
                 raise InvalidRequest(f"{flag} cannot be used with --watch: leave one of them out")
         if len(self.sources) != 1:
             raise InvalidRequest("--watch takes one SOURCE: the address of a server, or a file")
 
     def given(self) -> dict[str, object]:
         """Return the facts that the user gave by flags, by name."""
-        named = {
-            name: getattr(self, name)
-            for name in (
-                *("k", "tokens_per_s", "tokens_per_s_plain", "tokens_per_s_before"),
-                *("acceptance_length", "temperature", "batch", "context_tokens", "method"),
-            )
-        }
-        found = {name: value for name, value in named.items() if value is not None}
+        named = ("k", "tokens_per_s", "tokens_per_s_plain", "temperature", "batch")
+        found = {name: value for name in named if (value := getattr(self, name)) is not None}
         if self.changed:
             found["changed"] = self.changed
-        found |= dict.fromkeys(self.observed, True) | dict.fromkeys(self.not_observed, False)
+        found |= dict.fromkeys(self.observed, True)
         for text in self.fact:
             name, equals, value = text.partition("=")
             if not equals:
@@ -153,7 +136,7 @@ def run(options: DiagnoseOptions) -> int:
     further: dict[str, object] = {}
     likeliest: tuple[ScoredCause, ...] = ()
     if options.ask:
-        answers = _answers_of(options.answers)
+        answers = _read_answers(options.answers)
         question = _ask(evidence, answers, is_interactive=not options.json)
         further["num_asked"] = len(answers)
         if question and options.json:
@@ -250,7 +233,7 @@ def _ask(
     return ()
 
 
-def _answers_of(path: Path | None) -> dict[str, bool | None]:
+def _read_answers(path: Path | None) -> dict[str, bool | None]:
     from forerun.bounded_read import read_json
     from forerun.doctor.asking import read_answer
 
@@ -291,7 +274,9 @@ COMMAND = Command(
     options=DiagnoseOptions,
     run=run,
     has_positional=True,
-    lists={flag: "," for flag in ("--before", "--changed", "--observed", "--not-observed")},
+    usual="sources before tokens_per_s tokens_per_s_plain changed observed fact json html ask "
+    "probe target draft watch",
+    lists={flag: "," for flag in ("--before", "--changed", "--observed")},
     description="Report where the time per token goes, which cause fits the evidence, what to\n"
     "test next and what changes would gain. Reads traces of forerun and logs, metrics and stats\n"
     "of vLLM, SGLang, TensorRT-LLM, llama.cpp and LMDeploy. Exit code 0: healthy, 3: a\n"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-from tyro.conf import Suppress, UseAppendAction, arg
+from tyro.conf import UseAppendAction, arg
 
 from forerun.bounded_read import read_text
 from forerun.control.base import Tree
@@ -18,7 +18,7 @@ from forerun.drafters.config import AUTO, NONE
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, Range, UnreadableInput
 from forerun.models.architecture import Runner, WeightFormat
-from forerun.models.catalog import DEFAULT_TARGET, ZOO_DRAFTS
+from forerun.models.catalog import DEFAULT_TARGET
 from forerun.sampling.config import SamplingParams, Verification
 
 if TYPE_CHECKING:
@@ -85,38 +85,28 @@ def read_template(path: Path | None) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingFlags(SamplingParams):
-    """Sampling parameters, with the names and meanings of the OpenAI API and vLLM."""
+class SamplingFlags:
+    """Sampling parameters, as in the OpenAI API; those that the model states are its own."""
 
-    # Help comes from SamplingParams; the types here are those that a shell can express.
-
+    temperature: float | None = None
+    """0 is greedy (lowest id on ties). Default: what the model states in generation_config.json
+    or its GGUF file, as for the next two; else 0."""
+    top_p: float | None = None
+    """Nucleus: the fewest most likely tokens whose probabilities sum to top_p."""
+    top_k: int | None = None
+    """Sample among the k most likely tokens; 0 or -1: among all."""
+    seed: int | None = None
+    """With a seed the text is the same whatever drafts. Default: another one each time."""
+    max_tokens: int | None = 256
+    """Most tokens of the text."""
     stop: UseAppendAction[tuple[str, ...]] = ()
-    logit_bias: UseAppendAction[Mapping[int, float]] = field(default_factory=dict)
-    prompt_logprobs: Suppress[None] = None
-    structured_outputs: str | None = None  # type: ignore[assignment]  # converted like JSON values
-    """A form that the text has to follow, as JSON: '{"choice": ["yes", "no"]}', or with regex, json
-    (a schema) or grammar in place of choice."""
+    """Texts before which generation ends."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
     verification: Verification = "auto"
     """Verifier; all are lossless. "auto": coupled with a seed, else block."""
-
-    @property
-    def params(self) -> SamplingParams:
-        values = {item.name: getattr(self, item.name) for item in fields(SamplingParams)}
-        return SamplingParams(**values)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSamplingFlags(SamplingFlags):
-    """Sampling parameters; those that are left out and that the model states are the model's."""
-
-    temperature: float | None = None  # type: ignore[assignment]  # None where a flag is left out
-    """0 is greedy (lowest id on ties). Default: what the model states in generation_config.json
-    or its GGUF file, as for the next four; else 0."""
-    top_p: float | None = None  # type: ignore[assignment]
-    top_k: int | None = None  # type: ignore[assignment]
-    min_p: float | None = None  # type: ignore[assignment]
-    repetition_penalty: float | None = None  # type: ignore[assignment]
-    max_tokens: int | None = 256
+    draft_temperature: float | None = None
+    """Temperature of the draft alone, which never changes the text. Default: the request's."""
 
     def __post_init__(self) -> None:
         """Refuse unsupported values before a model is loaded."""
@@ -124,13 +114,9 @@ class ModelSamplingFlags(SamplingFlags):
 
     def params_for(self, defaults: Mapping[str, float]) -> SamplingParams:
         """Return the parameters, with the model's for flags that are left out."""
-        flags = {item.name: getattr(self, item.name) for item in fields(SamplingParams)}
+        flags = {item.name: getattr(self, item.name) for item in fields(self)}
         chosen = {name: value for name, value in flags.items() if value is not None}
         return SamplingParams(**{"temperature": 0.0, **defaults, **chosen})
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.params_for({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,20 +156,6 @@ class TargetFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFlags(TargetFlags):
-    """Target and draft, and the runner and resources of both."""
-
-    draft: str = "auto"
-    """Draft model; "auto" takes the shipped draft for a shipped target, "none" is none."""
-
-    @property
-    def draft_name(self) -> str | None:
-        """Return the draft; None for plain decoding."""
-        draft = ZOO_DRAFTS.get(self.target, NONE) if self.draft == AUTO else self.draft
-        return None if draft == NONE else draft
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PairFlags(TargetFlags):
     """Target and drafts, their runner and resources, and how many tokens are drafted."""
 
@@ -202,8 +174,6 @@ class PairFlags(TargetFlags):
     tree: str | None = None
     """NODES or NODES,DEPTH,WIDTH: every draft is a tree with at most so many nodes, levels and
     children per node, in place of a chain of K tokens. Default: the controller chooses."""
-    max_tree_nodes: int = EngineConfig().max_tree_nodes
-    """Most nodes of a tree that the controller chooses."""
     controller: ControllerName = EngineConfig().controller
     """Chooses how many tokens are drafted. auto: as many, up to K, as give most expected tokens per
     second; it learns costs and acceptance, and stops drafting where it does not pay. fixed: always
@@ -280,13 +250,9 @@ class TraceFlags:
 
     trace: Path | None = None
     """Write every step to FILE.jsonl."""
-    trace_tokens: bool = False
-    """Put token ids into the trace; without it a trace holds no text."""
 
     def check(self) -> None:
-        """Refuse token ids without a trace, and a file that cannot be written."""
-        if self.trace_tokens and self.trace is None:
-            raise InvalidRequest("--trace-tokens needs --trace FILE")
+        """Refuse a file that cannot be written."""
         if self.trace is None:
             return
         from forerun.trace.files import check_suffix

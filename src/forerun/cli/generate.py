@@ -13,8 +13,7 @@ from rich.tree import Tree as RichTree
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command, Exit
-from forerun.cli.flags import ModelSamplingFlags, OutputFlags, PairFlags, TraceFlags, read_template
-from forerun.engine.config import EngineConfig
+from forerun.cli.flags import OutputFlags, PairFlags, SamplingFlags, TraceFlags, read_template
 from forerun.errors import InvalidRequest
 from forerun.measure.prompt_files import PromptEntry, prompt_ids
 from forerun.terminal_text import printable
@@ -45,9 +44,11 @@ class GenerateOptions:
     """Print the draft of one step to stderr, as a tree with probabilities and the accepted path:
     the step that accepted most. Needs a draft."""
     pair: PairFlags = field(default_factory=PairFlags)
-    sampling: ModelSamplingFlags = field(default_factory=ModelSamplingFlags)
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
     output: OutputFlags = field(default_factory=OutputFlags)
     tracing: TraceFlags = field(default_factory=TraceFlags)
+    trace_tokens: bool = False
+    """Put token ids into the trace; without it a trace holds no text."""
     trace_probabilities: bool = False
     """Put the probabilities of every drafted token into the trace, for `forerun explain`. Steps
     take longer."""
@@ -59,11 +60,12 @@ class GenerateOptions:
                 "--system and --chat-template"
             )
         self.tracing.check()
-        if self.trace_probabilities and self.tracing.trace is None:
-            raise InvalidRequest("--trace-probabilities needs --trace FILE")
+        for name in ("trace_tokens", "trace_probabilities"):
+            if getattr(self, name) and self.tracing.trace is None:
+                raise InvalidRequest(f"--{name.replace('_', '-')} needs --trace FILE")
         if self.show_tree and not self.pair.draft_names:
             raise InvalidRequest("--show-tree needs a draft: plain decoding drafts nothing")
-        if self.pair.shape is not None and not self.sampling.params.allows_trees:
+        if self.pair.shape is not None and not self.sampling.params_for({}).allows_trees:
             raise InvalidRequest(
                 f"--tree and --verification {self.sampling.verification} exclude each other: that "
                 "verification takes chains only"
@@ -89,8 +91,7 @@ def _generate(options: GenerateOptions, prompt: str, template: str | None) -> in
     from forerun.cli.tables import SafeConsole
 
     pair, output, flags = options.pair, options.output, options.sampling
-    max_batch = min(flags.n, EngineConfig().max_batch)
-    engine = load_engine(pair, max_batch=max_batch, max_tokens=flags.max_tokens)
+    engine = load_engine(pair, max_batch=1, max_tokens=flags.max_tokens)
     if template:
         engine.tokenizer.use_chat_template(template)
     params = flags.params_for(engine.intake.defaults)
@@ -99,12 +100,12 @@ def _generate(options: GenerateOptions, prompt: str, template: str | None) -> in
         hashes: dict[str, str | None] = {}
         if trace is not None:
             hashes = _add_headers(trace, pair, engine)
-        writer = choose_writer(engine.tokenizer, num_samples=params.n, flags=output)
+        writer = choose_writer(engine.tokenizer, output)
         view = TreeView()
         session = Session(
             engine,
             trace=trace,
-            trace_tokens=options.tracing.trace_tokens,
+            trace_tokens=options.trace_tokens,
             drafter_hashes=hashes,
             trace_probabilities=options.trace_probabilities,
             observers=(view,) if options.show_tree else (),
@@ -179,6 +180,8 @@ COMMAND = Command(
     "of the text, which stays that of the target.",
     lists={"--draft": ",", "--profile": ","},
     has_positional=True,
+    usual="prompt target draft k temperature top_p seed max_tokens system weights threads color "
+    "json verbose trace",
     examples=(
         'forerun generate "def quicksort(items):" --temperature 0 --color',
         "forerun generate - --temperature 0.7 --top-p 0.9 --seed 1 < prompt.txt",
@@ -230,7 +233,7 @@ class TreeView:
             rank = record.num_accepted, record.num_drafted
             if record.num_drafted and rank > self._rank:
                 self._rank = rank
-                self.kept = _drafted_tree(entry, record.step)
+                self.kept = _make_tree(entry, record.step)
 
     def rendered(self, tokenizer: Tokenizer) -> RichTree | Text:
         """Return the kept draft as a tree for the terminal, or a sentence if no draft was kept."""
@@ -263,7 +266,7 @@ class TreeView:
         return branches[-1]
 
 
-def _drafted_tree(entry: ScheduledSequence, step: int) -> DraftedTree:
+def _make_tree(entry: ScheduledSequence, step: int) -> DraftedTree:
     """Return the draft of a sequence and its outcome; the step must have kept its logits."""
     from forerun.engine.verification import drafted_probs
 

@@ -200,7 +200,7 @@ def _open_standard_streams() -> None:
 def answered(arguments: Sequence[str]) -> int:
     """Print help or the version, or run the subcommand."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_overview(), end="")
+        print(_format_overview(), end="")
         return Exit.GOOD if arguments else Exit.BAD_INPUT
     if arguments[0] == "--version":
         print(f"forerun {forerun.__version__}")
@@ -239,10 +239,10 @@ def guarded(action: Callable[[], int]) -> int:
         _print_error("interrupted")
         return Exit.INTERRUPTED
     except Exception as error:  # noqa: BLE001 (an unforeseen error is reported as a defect)
-        return failure(error)
+        return report_failure(error)
 
 
-def failure(error: Exception) -> int:
+def report_failure(error: Exception) -> int:
     if isinstance(error, ForerunError):
         _print_error(str(error))
         return Exit.FAILED if isinstance(error, UNFINISHED) else Exit.BAD_INPUT
@@ -251,7 +251,7 @@ def failure(error: Exception) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.BROKEN_PIPE
     if isinstance(error, OSError):
-        return _os_failure(error)
+        return _report_os_failure(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in EXTRAS:
         extra = EXTRAS[(error.name or "").split(".")[0]]
         _print_error(f"{error.name} is not installed: pip install 'forerun[{extra}]'")
@@ -268,7 +268,7 @@ def failure(error: Exception) -> int:
     return Exit.DEFECT
 
 
-def _os_failure(error: OSError) -> int:
+def _report_os_failure(error: OSError) -> int:
     """Report a file that cannot be read or written, and return the exit code."""
     name = error.filename or "the output"
     if error.errno in DISK_FAILURES:
@@ -278,7 +278,7 @@ def _os_failure(error: OSError) -> int:
     return Exit.BAD_INPUT
 
 
-def _overview() -> str:
+def _format_overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}   {summary}" for name, summary in COMMANDS.items()]
     return OVERVIEW.format(commands="\n".join(lines))

@@ -43,10 +43,10 @@ class PairCosts:
 
     def __call__(self, draft: Path, temperature: float, target_hash: str) -> CostTable:
         if self._costs is None:
-            self._costs = self._profile(draft, target_hash).costs
+            self._costs = self._get_profile(draft, target_hash).costs
         return self._costs.at(temperature)
 
-    def _profile(self, draft: Path, target_hash: str) -> Profile:
+    def _get_profile(self, draft: Path, target_hash: str) -> Profile:
         config = self.config
         most = config.evaluation.num_speculative_tokens
         pair, probe = load_pair(
@@ -54,7 +54,7 @@ class PairCosts:
             str(draft),
             dtype=config.dtype,
             device=config.device,
-            engine=EngineConfig(num_threads=self._threads()),
+            engine=EngineConfig(num_threads=self._choose_threads()),
             config=ProfileConfig(
                 rows=tuple(range(1, most + 2)),
                 batches=(1,),
@@ -80,7 +80,7 @@ class PairCosts:
 
             return measure_pair(pair, facts, probe, clock=time.perf_counter, notify=notify)
 
-    def _threads(self) -> int:
+    def _choose_threads(self) -> int:
         """Return the given number of threads, or else the fastest for these models."""
         if self.num_threads is not None:
             return self.num_threads

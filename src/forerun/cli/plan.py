@@ -75,12 +75,12 @@ def candidates_of(options: PlanOptions) -> tuple[list[DraftCandidate], PlanConfi
     tables = {name: profile.costs.at(config.temperature) for name, profile in profiles.items()}
     named = [tuple(tables) if name == AUTO else (name,) for name in options.draft or (AUTO,)]
     names = tuple(name for each in named for name in each)
-    figures = _given_by(options, names)
+    figures = _parse_figures(options, names)
     candidates = [
         DraftCandidate(
             name=name,
-            table=_table_for(name, tables, traced),
-            acceptance=_acceptance_for(name, figures, traced, options, config.temperature),
+            table=_find_table(name, tables, traced),
+            acceptance=_find_acceptance(name, figures, traced, options, config.temperature),
         )
         for name in names
     ]
@@ -163,7 +163,7 @@ def _check_same_pair(profiles: Mapping[str, Profile], traced: TracedDrafts | Non
                 )
 
 
-def _table_for(
+def _find_table(
     name: str, tables: Mapping[str, CostTable], traced: TracedDrafts | None
 ) -> CostTable:
     """Return the cost table of a drafter.
@@ -191,7 +191,7 @@ def _table_for(
     return with_draft_cost(beside, draft_s=measured, overhead_s=own.overhead_s)
 
 
-def _given_by(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[float]]:
+def _parse_figures(options: PlanOptions, names: tuple[str, ...]) -> dict[str, list[float]]:
     """Parse the figures of --acceptance by draft."""
     if doubled := {name for name in names if names.count(name) > 1}:
         raise InvalidRequest(f"--draft {min(doubled)} is given twice")
@@ -221,7 +221,7 @@ def numbers(text: str, figures: str) -> Iterator[float]:
             ) from None
 
 
-def _acceptance_for(
+def _find_acceptance(
     name: str,
     figures: Mapping[str, list[float]],
     traced: TracedDrafts | None,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forerun.cli.flags import ModelFlags, check_writable, use_threads
+from forerun.cli.flags import Model, check_writable, use_threads
 from forerun.cli.tables import SafeConsole, progress_bar
 from forerun.doctor.probe.config import QUICK, EvidenceConfig
+from forerun.drafters.config import AUTO, NONE
 from forerun.engine.config import EngineConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
-from forerun.models.catalog import PREFIX
-from forerun.sampling.config import SamplingParams, Verification
+from forerun.models.catalog import DEFAULT_TARGET, PREFIX, ZOO_DRAFTS
+from forerun.sampling.config import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.doctor.evidence import Evidence
@@ -27,20 +28,15 @@ class ProbeFlags:
     """Load target and draft, and measure what speculation should do: whether the target as its own
     draft is accepted, replayed text is accepted like live text, text follows the target's
     distribution. --k, --batch and --temperature (default: 1) are those of the probe."""
-    models: ModelFlags = field(default_factory=ModelFlags)
-    max_context: int = EngineConfig().max_context
-    """Longest prompt and output."""
+    target: Model = DEFAULT_TARGET
+    """Target: folder, hub name or zoo: name."""
+    draft: str = AUTO
+    """Draft model. Default: the shipped draft of a shipped target."""
     prompts: Path | None = None
     """Prompts of the kind that is served: .jsonl with "prompt" or "messages", else one a line or
     between "---". Default for a model of the zoo: the shipped prompts."""
     raw: bool = False
     """Continue texts as they are, even if the model has a chat template."""
-    top_p: float = 1.0
-    """As served."""
-    top_k: int = 0
-    """As served."""
-    verification: Verification = "auto"
-    """As served."""
     quick: bool = False
     """Half the prompts, shorter texts: seconds where the models are small."""
     out: Path | None = None
@@ -48,10 +44,10 @@ class ProbeFlags:
 
     def check(self) -> str:
         """Refuse unusable options before anything is loaded, and return the draft's name."""
-        draft = self.models.draft_name
-        if draft is None:
-            raise InvalidRequest(f"a probe is of a pair: name a --draft for {self.models.target}")
-        if self.prompts is None and not self.models.target.startswith(PREFIX):
+        draft = ZOO_DRAFTS.get(self.target, NONE) if self.draft == AUTO else self.draft
+        if draft == NONE:
+            raise InvalidRequest(f"a probe is of a pair: name a --draft for {self.target}")
+        if self.prompts is None and not self.target.startswith(PREFIX):
             raise InvalidRequest("give --prompts FILE, texts of the kind that is served")
         check_writable("--out", self.out)
         return draft
@@ -65,12 +61,7 @@ def probe_pair(
     from forerun.doctor.readers.sources import facts_document
 
     draft = flags.check()
-    params = SamplingParams(
-        temperature=1.0 if temperature is None else temperature,
-        top_p=flags.top_p,
-        top_k=flags.top_k,
-        verification=flags.verification,
-    )
+    params = SamplingParams(temperature=1.0 if temperature is None else temperature)
     k = EngineConfig().num_speculative_tokens if k is None else k
     if k < 1 or k != int(k):
         raise InvalidRequest(
@@ -83,13 +74,11 @@ def probe_pair(
         num_speculative_tokens=int(k),
         controller="fixed",
         max_batch=int(batch),
-        max_context=flags.max_context,
-        runner=flags.models.runner,
-        num_threads=use_threads(flags.models.threads),
+        num_threads=use_threads(None),
     )
     evidence = _load_and_probe(flags, draft, engine, params)
     if flags.out is not None:
-        source = f"forerun diagnose --probe of {flags.models.target} and {draft}"
+        source = f"forerun diagnose --probe of {flags.target} and {draft}"
         text = json.dumps(facts_document(evidence, source), indent=1) + "\n"
         with atomic_write(flags.out) as scratch:
             scratch.write_text(text, encoding="utf-8")
@@ -102,8 +91,7 @@ def _load_and_probe(
     from forerun.doctor.probe.run import PairNames, evidence_of_misfit, load_probed, probe_engine
     from forerun.measure.prompt_files import prompt_ids, read_prompts, shipped_prompts
 
-    models = flags.models
-    names = PairNames(target=models.target, draft=draft, dtype=models.dtype, device=models.device)
+    names = PairNames(target=flags.target, draft=draft)
     entries = None if flags.prompts is None else read_prompts(flags.prompts)
     try:
         with SafeConsole(stderr=True).status("loading models"):

@@ -112,6 +112,8 @@ COMMAND = Command(
     description="Serve a target over HTTP, as the OpenAI API does: forerun serve TARGET [flags]",
     lists={"--draft": ",", "--profile": ","},
     rewrite=rewritten,
+    usual="target draft k weights threads device max_context max_batch host port api_keys "
+    "chat_template tool_format served_model_name",
     examples=(
         "forerun serve zoo:code-40m --draft auto",
         "forerun serve path/to/target --draft path/to/draft --port 8001 --max-batch 16",

@@ -15,11 +15,10 @@ from statistics import fmean, stdev
 from types import MappingProxyType
 
 from rich.console import Console
-from rich.table import Column, Table
 from rich.text import Text
 
 from forerun.cli.flags import OutputFlags, PairFlags, use_threads
-from forerun.cli.tables import SafeConsole, rates, table_of
+from forerun.cli.tables import SafeConsole, rates
 from forerun.control.base import MethodChoice, described
 from forerun.control.costs import CostSource
 from forerun.drafters.base import Drafter
@@ -28,13 +27,7 @@ from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
-from forerun.engine.results import (
-    Completion,
-    RequestOutput,
-    StreamChunk,
-    TokenLogprobs,
-    request_records,
-)
+from forerun.engine.results import RequestOutput, StreamChunk, request_records
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.verification import drafted_probs
 from forerun.errors import InvalidRequest
@@ -266,7 +259,6 @@ def load_engine(
     config = EngineConfig(
         num_speculative_tokens=pair.k,
         tree=tree,
-        max_tree_nodes=pair.max_tree_nodes,
         controller=pair.controller,
         max_batch=max_batch,
         max_waiting=max_waiting,
@@ -320,7 +312,7 @@ class StepTrace:
     def observe(self, step: ObservedStep) -> None:
         """Write one record per sequence that emitted tokens."""
         for record, entry in zip(step.records, step.emitting, strict=True):
-            changes = dict(_probabilities_of(entry)) if self.wants_logits else {}
+            changes = dict(_find_probabilities(entry)) if self.wants_logits else {}
             if record.num_drafted:
                 changes["drafter_hash"] = self.drafter_hashes.get(record.method)
             if self.with_tokens and entry.verdict is not None:
@@ -328,7 +320,7 @@ class StepTrace:
             self.trace.add(record, changes)
 
 
-def _probabilities_of(entry: ScheduledSequence) -> Mapping[str, Json]:
+def _find_probabilities(entry: ScheduledSequence) -> Mapping[str, Json]:
     if not entry.num_drafted:
         return NOTHING
     targets, drafts = drafted_probs(entry)
@@ -465,62 +457,35 @@ def legend() -> Text:
 
 
 class PlainWriter:
-    """Prints text as it arrives; several samples are printed at the end, one after another."""
-
-    def __init__(self, num_samples: int, tokenizer: Tokenizer) -> None:
-        self.is_streaming = num_samples == 1
-        self.tokenizer = tokenizer
+    """Prints text as it arrives; on a terminal, control characters are escaped."""
 
     def write(self, chunk: StreamChunk) -> None:
         """Show the text that a step added."""
-        if self.is_streaming:
-            self.show(chunk.text, chunk.token_ids, chunk.sources)
-
-    def finish(self, output: RequestOutput, figures: Figures) -> None:
-        """End the last line, print samples that were not streamed, and logprobs."""
-        for completion in output.completions:
-            if not self.is_streaming:
-                print(f"--- sample {completion.index + 1} of {len(output.completions)}")
-                self.show(completion.text, completion.token_ids, completion.sources)
-            if not completion.text.endswith("\n"):
-                print()
-            if completion.logprobs is not None:
-                SafeConsole().print(_logprobs_table(completion.logprobs, self.tokenizer))
-
-    def show(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> None:
-        """Print the text of these tokens; on a terminal, control characters are escaped."""
+        text = chunk.text
         shown = printable(text, keep="\n\t\r") if sys.stdout.isatty() else text
         print(shown, end="", flush=True)
 
-
-def _logprobs_table(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Table:
-    """Return a table with one line per token: text, log probability, likeliest tokens."""
-    table = table_of(Column("token"), "logprob")
-    table.add_column("likeliest")
-    for item in logprobs:
-        top = ", ".join(f"{tokenizer.decode([token])!r} {value:.3f}" for token, value in item.top)
-        token = Text(repr(tokenizer.decode([item.token_id])))
-        table.add_row(token, f"{item.logprob:.3f}", Text(top))
-    return table
+    def finish(self, output: RequestOutput, figures: Figures) -> None:
+        """End the last line."""
+        if not output.completions[0].text.endswith("\n"):
+            print()
 
 
 class ColourWriter(PlainWriter):
     """Prints text in colour, even if the output is not a terminal."""
 
-    def __init__(self, num_samples: int, tokenizer: Tokenizer) -> None:
-        super().__init__(num_samples, tokenizer)
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.coloured = ColouredText(tokenizer)
         self.console = Console(force_terminal=True, soft_wrap=True, highlight=False)
+
+    def write(self, chunk: StreamChunk) -> None:
+        shown = self.coloured.take(chunk.text, chunk.token_ids, chunk.sources)
+        self.console.print(shown, end="")
+        sys.stdout.flush()
 
     def finish(self, output: RequestOutput, figures: Figures) -> None:
         super().finish(output, figures)
         Console(stderr=True, force_terminal=True, soft_wrap=True).print(legend())
-
-    def show(self, text: str, token_ids: Sequence[int], sources: Sequence[TokenSource]) -> None:
-        if not self.is_streaming:
-            self.coloured = ColouredText(self.tokenizer)
-        self.console.print(self.coloured.take(text, token_ids, sources), end="")
-        sys.stdout.flush()
 
 
 class JsonWriter:
@@ -530,42 +495,23 @@ class JsonWriter:
         """Print nothing: the JSON object is printed at the end."""
 
     def finish(self, output: RequestOutput, figures: Figures) -> None:
-        """Print the JSON object; with several samples it also holds a list of all of them."""
-        samples = [as_json(completion) for completion in output.completions]
-        content = {**samples[0], "figures": figures.to_dict()}
-        if len(samples) > 1:
-            content["samples"] = samples
+        """Print text, tokens, finish reason and figures."""
+        completion = output.completions[0]
+        content = {
+            "text": completion.text,
+            "token_ids": list(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "sources": [str(source) for source in completion.sources],
+            "figures": figures.to_dict(),
+        }
         print(json.dumps(content, ensure_ascii=False))
 
 
-def choose_writer(
-    tokenizer: Tokenizer, *, num_samples: int, flags: OutputFlags
-) -> PlainWriter | JsonWriter:
+def choose_writer(tokenizer: Tokenizer, flags: OutputFlags) -> PlainWriter | JsonWriter:
     if flags.json:
         return JsonWriter()
-    kind = ColourWriter if flags.color else PlainWriter
-    return kind(num_samples, tokenizer)
-
-
-def as_json(completion: Completion) -> dict[str, object]:
-    """Return text, tokens, and the finish reason as JSON values."""
-    content: dict[str, object] = {
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        "sources": [str(source) for source in completion.sources],
-    }
-    if completion.logprobs is not None:
-        content["logprobs"] = [
-            {
-                "token_id": item.token_id,
-                "logprob": item.logprob,
-                "top": [{"token_id": token, "logprob": value} for token, value in item.top],
-            }
-            for item in completion.logprobs
-        ]
-    return content
+    return ColourWriter(tokenizer) if flags.color else PlainWriter()
 
 
 def print_figures(figures: Figures, *, is_verbose: bool) -> None:

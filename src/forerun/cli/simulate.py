@@ -63,7 +63,7 @@ def simulate_profiles(
     workload = load_workload(flags.workload)
     contents = {}
     for profile in profiles:
-        names = _names_for(flags, path, profile)
+        names = _choose_names(flags, path, profile)
         for name in names:
             controller_of(name, workload, profile.costs)  # refuses a name before any run
         results = []
@@ -84,7 +84,7 @@ def simulate_profiles(
         print(json.dumps({"drafts": contents} if others else first))
 
 
-def _names_for(flags: SimulationFlags, path: Path, profile: Profile) -> tuple[str, ...]:
+def _choose_names(flags: SimulationFlags, path: Path, profile: Profile) -> tuple[str, ...]:
     """Return the controllers; plain decoding alone with a profile that has no draft."""
     if profile.draft != NONE:
         return flags.controllers or CONTROLLERS

@@ -118,7 +118,7 @@ def _read_once(options: Watch, state: WatchState) -> list[ChangePoint]:
     found: list[ChangePoint] = []
     is_first = state.last is None
     try:
-        found = observe(state, _metrics_of(options), time.time())
+        found = observe(state, _read_metrics(options), time.time())
     except InvalidRequest as error:
         if is_first or options.flags.once:
             raise
@@ -148,7 +148,7 @@ def _save(options: Watch, state: WatchState) -> None:
             scratch.write_text(watch_text(state), encoding="utf-8")
 
 
-def _metrics_of(options: Watch) -> Metrics:
+def _read_metrics(options: Watch) -> Metrics:
     from forerun.bounded_read import ReadLimits, read_text
     from forerun.doctor.readers.prometheus import read_page
     from forerun.doctor.readers.sources import MAX_PAGE_BYTES, page_of

@@ -10,9 +10,10 @@ from tests.unit.align.test_json_files import report
 from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.manifest import data_hash, settings_of
-from forerun.align.report import JudgedPair, card_of
-from forerun.align.samples import Sample
+from forerun.align.results import JudgedPair
+from forerun.align.run import card_of
+from forerun.align.samples import Sample, data_hash
+from forerun.align.workspace import settings_of
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import read_card, staleness, write_card
 from forerun.sampling.config import SamplingParams

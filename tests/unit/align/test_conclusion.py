@@ -14,7 +14,7 @@ from tests.unit.align.test_json_files import report
 from forerun.align import run as alignment
 from forerun.align.config import AlignConfig, DataConfig, EvaluationConfig
 from forerun.align.objectives import OBJECTIVES
-from forerun.align.report import AlignReport
+from forerun.align.results import AlignReport
 from forerun.align.workspace import Phases, Workspace
 from forerun.measure.judge import PredictedSpeedup
 from forerun.models.checkpoint import ModelFiles

@@ -17,7 +17,7 @@ from forerun.align.config import (
     ObjectiveConfig,
     TrainingConfig,
 )
-from forerun.align.manifest import read_settings
+from forerun.align.workspace import read_settings
 from forerun.errors import InvalidRequest
 from forerun.sampling.config import SamplingParams
 

@@ -18,16 +18,17 @@ from forerun.align.config import (
     TeacherConfig,
     TrainingConfig,
 )
-from forerun.align.manifest import (
+from forerun.align.samples import PromptRecord, Sample
+from forerun.align.texts import PromptSplit
+from forerun.align.workspace import (
+    Workspace,
     check_folder,
     claim_folder,
+    differences,
     identity_of,
     of_training,
     settings_of,
 )
-from forerun.align.samples import PromptRecord, Sample
-from forerun.align.texts import PromptSplit
-from forerun.align.workspace import Workspace, differences
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.sampling.config import SamplingParams
 
@@ -55,7 +56,7 @@ def config(tmp_path_factory) -> AlignConfig:
 def identity(
     config: AlignConfig, prompts: PromptSplit = PROMPTS, target: str = "t0"
 ) -> dict[str, str]:
-    return identity_of(config, prompts, target)
+    return identity_of(config, prompts.hashes, target)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ import pytest
 from tests.unit.measure.judge.judgements import figures, judged
 
 from forerun.align.config import AlignConfig, DataConfig
-from forerun.align.manifest import settings_of
-from forerun.align.report import AlignReport, DataSummary, JudgedPair
-from forerun.align.selection import Judgement
-from forerun.align.workspace import from_json
+from forerun.align.results import AlignReport, DataSummary, JudgedPair, Judgement
+from forerun.align.workspace import from_json, settings_of
 from forerun.provenance import Provenance
 from forerun.sampling.config import SamplingParams
 

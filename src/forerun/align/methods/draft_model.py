@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from forerun.align.loss import DraftHead, LearnedRows, chunked_loss
 from forerun.align.methods.base import Method, MethodConfig
-from forerun.align.objectives import Objective
+from forerun.align.objectives import DraftHead, LearnedRows, Objective, TeacherRows, chunked_loss
 from forerun.align.samples import PackedBatch, Sample
-from forerun.align.teachers import TeacherRows
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import check_trainable, read_architecture
 from forerun.models.checkpoint import ModelFiles, read_object
@@ -27,7 +25,7 @@ from forerun.models.stored_tensors import writing_tensors
 from forerun.models.tokenizers import check_vocabularies
 
 
-def _causal_rows(
+def _compute_rows(
     model: Any, batch: PackedBatch
 ) -> tuple[Float[Tensor, "learned hidden"], DraftHead]:
     hidden = model.get_decoder()(
@@ -60,7 +58,7 @@ class DraftLoss(nn.Module):
         self, batch: PackedBatch, teacher_rows: TeacherRows | None
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """Return loss and acceptance probability, summed over the learned rows of a batch."""
-        hidden, head = _causal_rows(self.model, batch)
+        hidden, head = _compute_rows(self.model, batch)
         rows = LearnedRows(hidden=hidden, labels=batch.labels, teacher=teacher_rows)
         loss, alpha = chunked_loss(rows, head, self.objective, temperature=self.temperature)
         # FSDP2 attaches hooks to the outputs, which must not be views of other tensors.
@@ -135,7 +133,7 @@ class DraftModelMethod(Method):
 def base_model(config: MethodConfig) -> Any:
     target = ModelFiles.find(config.target).config
     if config.draft is None:
-        return _fresh_model(config, target)
+        return _make_model(config, target)
     files = ModelFiles.open(config.draft)
     check_trainable(files.sizes)  # refuses what the engine could not serve, too
     model = read_weights(files, torch.float32)
@@ -146,7 +144,7 @@ def base_model(config: MethodConfig) -> Any:
     return model
 
 
-def _fresh_model(config: MethodConfig, target: Mapping[str, Any]) -> Any:
+def _make_model(config: MethodConfig, target: Mapping[str, Any]) -> Any:
     if config.init is None:
         raise InvalidModel("neither a draft to begin with nor a config.json to make one from")
     settings = read_object(config.init)

@@ -24,14 +24,14 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from forerun.align.config import AttachedConfig
-from forerun.align.loss import DraftHead
-from forerun.align.methods.passes import HeadMethod, PassStates, with_weights
-from forerun.align.samples import PackedBatch, Sample, drafted_tokens, seen
+from forerun.align.methods.base import HeadMethod, PassStates, with_weights
+from forerun.align.objectives import DraftHead
+from forerun.align.samples import PackedBatch, Sample, is_held_out, seen
 from forerun.align.target import TargetModel, adopt_target, check_layers, embedding_table
 from forerun.align.teachers import StateRows
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head, default_feature_layers
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
-from forerun.errors import IncompatibleDraft
+from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.huggingface import NORMS, find_part, read_weights
@@ -57,7 +57,7 @@ class Eagle3Method(HeadMethod):
         if head is None:
             head = _create_head(attached, target, samples, self.config.seed)
         elif attached.draft_vocab_size not in (None, head.config.draft_vocab_size):
-            head = _with_vocabulary(head, target, samples, attached.draft_vocab_size)
+            head = _replace_vocabulary(head, target, samples, attached.draft_vocab_size)
         self.layers = head.config.feature_layers
         self.model = UnrolledEagle3(head, target.embedding)
 
@@ -166,7 +166,7 @@ def _read_known(folder: Path, sizes: Architecture) -> Eagle3Head:
     return head
 
 
-def _with_vocabulary(
+def _replace_vocabulary(
     head: Eagle3Head, target: TargetParts, samples: Sequence[Sample], size: int | None
 ) -> Eagle3Head:
     """Return a head with a new vocabulary; tokens new to it begin with the target's row."""
@@ -260,9 +260,9 @@ class ColumnAttention:
                 attn_mask=self.mask,
             ).transpose(1, 2)
         self.columns.append((self._spread(keys, queries), self._spread(values, queries)))
-        return self._later(queries)
+        return self._attend_later(queries)
 
-    def _later(
+    def _attend_later(
         self, queries: Float[Tensor, "active heads dim"]
     ) -> Float[Tensor, "active heads dim"]:
         assert self.context is not None
@@ -287,3 +287,66 @@ class ColumnAttention:
     @staticmethod
     def _spread(part: Tensor, queries: Tensor) -> Tensor:
         return part.repeat_interleave(queries.shape[-2] // part.shape[-2], dim=-2)
+
+
+COVERED = 0.995
+"""Share of unseen answers that a vocabulary covers if no size is given and as far as it can."""
+
+
+MULTIPLE = 128
+"""Chosen vocabulary sizes are multiples of this, for which matrix products are fast."""
+
+
+MOST = 32_000
+
+
+def drafted_tokens(
+    samples: Sequence[Sample], vocab_size: int, size: int | None = None
+) -> Int64[Tensor, " draft_vocab"]:
+    """Return the most frequent tokens of the answers, ascending.
+
+    Without a size there are as many as cover answers to other prompts: the tokens of one half of
+    the prompts are counted on the answers to the other half. Where even all tokens of a half cover
+    too little, which is so for few texts, every token that was seen is taken.
+    """
+    if size is not None and size > vocab_size:
+        raise InvalidRequest(
+            f"draft_vocab_size is {size}, but the target has {vocab_size} tokens; give at most that"
+        )
+    halves: tuple[list[Sample], list[Sample]] = ([], [])
+    for sample in samples:
+        halves[is_held_out(sample.prompt_hash, 0.5)].append(sample)
+    counts = [_count_tokens(half, vocab_size) for half in halves]
+    learned, read = (one + other for one, other in zip(*counts, strict=True))
+    if size is None:
+        enough = _count_enough(counts[0][0], counts[1][0])
+        size = min(-(-enough // MULTIPLE) * MULTIPLE, MOST, vocab_size)
+    return _rank_tokens(learned, read)[:size].sort().values
+
+
+def _rank_tokens(learned: Tensor, read: Tensor) -> Int64[Tensor, " vocab"]:
+    """Return all tokens, those learned most often first, then those read most often."""
+    by_read = read.argsort(descending=True, stable=True)
+    return by_read[learned[by_read].argsort(descending=True, stable=True)]
+
+
+def _count_enough(one: Int64[Tensor, " vocab"], other: Int64[Tensor, " vocab"]) -> int:
+    """Return how many tokens of each half cover `COVERED` of the other; all seen ones at most."""
+    pairs = ((one, other), (other, one))
+    covered = sum(tested[_rank_tokens(own, own)].cumsum(0) for own, tested in pairs)
+    assert isinstance(covered, Tensor)
+    enough = int((covered < COVERED * covered[-1]).sum()) + 1
+    known = int(torch.minimum((one > 0).sum(), (other > 0).sum()))
+    return enough if enough <= known else int((one + other > 0).sum())
+
+
+def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return how often every token is learned, and how often it occurs in total."""
+    learned = torch.zeros(vocab_size, dtype=torch.int64)
+    read = torch.zeros(vocab_size, dtype=torch.int64)
+    for sample in samples:
+        ids = torch.tensor(sample.token_ids)
+        read += torch.bincount(ids, minlength=vocab_size)
+        for start, end in sample.spans:
+            learned += torch.bincount(ids[start:end], minlength=vocab_size)
+    return learned, read

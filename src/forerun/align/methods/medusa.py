@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from forerun.align.loss import DraftHead
-from forerun.align.methods.passes import HeadMethod, PassStates, with_weights
+from forerun.align.methods.base import HeadMethod, PassStates, with_weights
+from forerun.align.objectives import DraftHead
 from forerun.align.samples import PackedBatch, Sample
 from forerun.align.target import read_head
 from forerun.align.teachers import StateRows

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.align.samples import Sample, drafted_tokens
+from forerun.align.methods.eagle3 import drafted_tokens
+from forerun.align.samples import Sample
 from forerun.errors import InvalidRequest
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests import tiny
 from tests.unit.align.export.conftest import Pair
 
-from forerun.align.serving import Serving, describe_pair, export_draft
+from forerun.align.results import Serving, describe_pair, export_draft
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.sampling.config import SamplingParams
 

@@ -11,13 +11,15 @@ from tests.unit.align.objectives.distributions import (
 from torch import Tensor
 
 from forerun.align.config import ObjectiveName
-from forerun.align.loss import (
+from forerun.align.objectives import (
     CHUNK_ROWS,
+    OBJECTIVES,
     DraftHead,
     LearnedRows,
+    TargetDistribution,
     chunked_loss,
+    dense_probs,
 )
-from forerun.align.objectives import OBJECTIVES, TargetDistribution, dense_probs
 
 ROWS, WIDTH, VOCAB = 2 * CHUNK_ROWS + 3, 6, 29
 NAMES: tuple[ObjectiveName, ...] = ("ce", "fkl", "nla")

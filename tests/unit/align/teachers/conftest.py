@@ -12,7 +12,7 @@ from tests import tiny
 from forerun.align.config import TeacherConfig
 from forerun.align.objectives import OBJECTIVES, Objective
 from forerun.align.samples import PackedBatch, Packing, Sample
-from forerun.align.target_cache import TeacherSource
+from forerun.align.target import TeacherSource
 from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
 

@@ -11,7 +11,7 @@ import torch
 from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, expected_logits, texts
 
-from forerun.align import target_cache as filling
+from forerun.align import teachers as filling
 from forerun.align.objectives import dense_probs
 from forerun.align.teachers import Teacher, make_teacher
 from forerun.errors import CacheTooLarge, InvalidCache, InvalidRequest, NumericalError
@@ -42,7 +42,7 @@ def no_target(monkeypatch):
         def refuse(*arguments, **named):
             raise AssertionError("the target was loaded")
 
-        monkeypatch.setattr("forerun.align.target_cache.load_target", refuse)
+        monkeypatch.setattr("forerun.align.target.load_target", refuse)
 
     return forbid
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.unit.align.teachers.conftest import caching
 
-from forerun.align.target_cache import allowed_bytes
 from forerun.align.teachers import (
     CachedChoices,
     CachedStates,
     ModelTeacher,
+    allowed_bytes,
     make_teacher,
     state_bytes,
 )

@@ -86,7 +86,7 @@ def test_a_cache_is_used_again(on_disk, monkeypatch):
     def refuse(*arguments, **named):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("forerun.align.target_cache.load_target", refuse)
+    monkeypatch.setattr("forerun.align.target.load_target", refuse)
     again = make_teacher(caching("hidden"), on_disk.source, 300, (0, 1))
     again.prepare(packing.samples)
     assert torch.equal(again.rows(batch).features, first.rows(batch).features)

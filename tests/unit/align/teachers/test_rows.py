@@ -6,8 +6,9 @@ import pytest
 import torch
 from tests.unit.align.teachers.conftest import all_rows, texts
 
-from forerun.align.samples import Sample, packed_inputs
-from forerun.align.target_cache import learned_places, one_per_row, passes, sample_runs
+from forerun.align.samples import Sample
+from forerun.align.target import learned_places, one_per_row, packed_inputs, passes
+from forerun.align.teachers import sample_runs
 
 
 def test_a_place_is_learned_where_the_next_token_is():

@@ -19,7 +19,7 @@ from tests.unit.align.teachers.conftest import (
     texts,
 )
 
-from forerun.align import target_cache as filling
+from forerun.align import teachers as filling
 from forerun.align.objectives import dense_probs
 from forerun.align.teachers import make_teacher
 
@@ -33,8 +33,8 @@ from tests import tiny
 from tests.unit.align.teachers.conftest import all_rows, caching, objective, texts
 
 from forerun.align.objectives import dense_probs
-from forerun.align import target_cache as filling
-from forerun.align.target_cache import TeacherSource
+from forerun.align import teachers as filling
+from forerun.align.teachers import TeacherSource
 from forerun.align.teachers import make_teacher
 from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams

@@ -11,12 +11,11 @@ import torch
 from tests import training
 
 from forerun.align.config import AlignConfig, AttachedConfig, DataConfig, TeacherConfig
-from forerun.align.methods.base import Method
+from forerun.align.methods.base import Method, PassLoss
 from forerun.align.methods.eagle3 import Eagle3Method
-from forerun.align.methods.passes import PassLoss
 from forerun.align.objectives import OBJECTIVES
 from forerun.align.samples import Packing
-from forerun.align.target_cache import TeacherSource
+from forerun.align.target import TeacherSource
 from forerun.align.teachers import make_teacher
 from forerun.align.trainer import Trainer
 from forerun.align.workspace import StepMetrics

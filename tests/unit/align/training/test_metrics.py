@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.align.run import _smooth
+from forerun.align.run import _update_means
 from forerun.align.workspace import StepMetrics, append_line, read_lines
 
 STEP = StepMetrics(
@@ -41,7 +41,7 @@ def test_a_damaged_line_is_named_and_left_out(
 
 def test_running_means_are_shown() -> None:
     means: dict[str, float] = {}
-    assert _smooth(means, replace(STEP, loss=0.25)) == "loss 0.250  alpha 0.500"
+    assert _update_means(means, replace(STEP, loss=0.25)) == "loss 0.250  alpha 0.500"
     later = replace(STEP, loss=1.25, acceptance_probability=0.6)
-    assert _smooth(means, later) == "loss 0.350  alpha 0.510"
-    assert _smooth({}, replace(STEP, acceptance_probability=None)) == "loss 1.000"
+    assert _update_means(means, later) == "loss 0.350  alpha 0.510"
+    assert _update_means({}, replace(STEP, acceptance_probability=None)) == "loss 1.000"

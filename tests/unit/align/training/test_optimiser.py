@@ -9,8 +9,13 @@ import torch
 from tests import training
 from torch import nn
 
-from forerun.align.optimiser import MUON_RATE, WEIGHT_DECAY, make_optimiser, orthogonalise
-from forerun.align.trainer import learning_rate_at
+from forerun.align.trainer import (
+    MUON_RATE,
+    WEIGHT_DECAY,
+    learning_rate_at,
+    make_optimiser,
+    orthogonalise,
+)
 
 
 def test_the_learning_rate_rises_and_falls_to_a_tenth() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.align.methods.base import PassLoss, learned_passes
 from forerun.align.methods.eagle3 import UnrolledEagle3, unroll
-from forerun.align.methods.passes import PassLoss, learned_passes
 from forerun.align.objectives import OBJECTIVES
 from forerun.align.samples import PackedBatch, Packing, Sample
 from forerun.align.target import TargetHead

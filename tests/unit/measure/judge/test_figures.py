@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.measure.judge.judgements import K, figures, judged
 
-from forerun.align.selection import build_judgement
+from forerun.align.results import build_judgement
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.intervals import bootstrap_ratio
 

@@ -1,15 +1,18 @@
-"""Files that serve a draft or a head in vLLM and SGLang.
+"""Judgements of a draft, the choice of the one that is kept, its report, card and serving files.
 
-The options were read in vLLM 0.32, which was run, and the SGLang documentation of 2026. At a
-temperature above 0 each engine drafts by its own rule, which decides how many tokens are accepted,
-so the notes name the rule. A pair whose draft was not found to pay gets the settings of decoding
-without a draft.
+The options of vLLM were read in version 0.32, which was run, those of SGLang in its documentation
+of 2026. At a temperature above 0 each engine drafts by its own rule, which decides how many tokens
+are accepted, so the notes name the rule. A pair whose draft was not found to pay gets the settings
+of decoding without a draft.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +23,214 @@ import torch
 
 from forerun.align.config import Export, Method
 from forerun.align.target import read_head
-from forerun.atomic_write import atomic_write
-from forerun.bounded_read import expand_home
+from forerun.align.workspace import (
+    Workspace,
+    differences,
+    from_json,
+    read_lines,
+    to_json,
+    write_json,
+    write_lines,
+)
+from forerun.atomic_write import atomic_folder, atomic_write
+from forerun.bounded_read import expand_home, read_json
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
-from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.errors import IncompatibleDraft, InvalidModel, Range
+from forerun.measure.judge import DraftFigures, FigureChange, Judge, changes
 from forerun.models.checkpoint import ModelFiles
+from forerun.provenance import Provenance, content_hash
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.terminal_text import shell_command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Figures of the draft after some optimiser steps.
+
+    Attributes:
+        acceptance_probability: alpha; None for drafters without a model.
+        predicted_speedup: at the best K that drafts, below 1 where none pays; None without costs.
+        draft_hash: of the files of the snapshot that was judged; None in older files.
+    """
+
+    step: int
+    acceptance_length: float
+    acceptance_probability: float | None
+    predicted_speedup: float | None
+    duration_s: float
+    draft_hash: str | None = None
+
+    @property
+    def worth(self) -> tuple[float, float]:
+        """The sort key that ranks drafts: predicted speedup, then tau."""
+        return self.predicted_speedup or 0.0, self.acceptance_length
+
+
+class DraftSelector:
+    """Stores every judgement, and the best draft in `Workspace.draft`."""
+
+    def __init__(self, workspace: Workspace, judge: Judge, max_prompts: int) -> None:
+        self.workspace = workspace
+        self.judge = judge
+        self.max_prompts = max_prompts
+        self.judgements = {
+            judgement.step: judgement for judgement in read_lines(workspace.judgements, Judgement)
+        }
+
+    @property
+    def best(self) -> Judgement:
+        """The figures of the best draft so far, the earliest of equally good ones."""
+        return max(self.judgements.values(), key=lambda judgement: judgement.worth)
+
+    @property
+    def latest(self) -> Judgement:
+        return self.judgements[max(self.judgements)]
+
+    def consider(self, step: int) -> Judgement:
+        """Judge the snapshot of a step, and keep its draft if it is the best so far."""
+        snapshot = self.workspace.snapshot(step)
+        if step not in self.judgements:
+            started_s = time.monotonic()
+            figures = self.judge.judge(snapshot, name=f"step {step}", max_prompts=self.max_prompts)
+            judgement = build_judgement(step, figures, time.monotonic() - started_s)
+            self.judgements[step] = replace(judgement, draft_hash=_hash_files(snapshot))
+            write_lines(self.workspace.judgements, self.judgements.values())
+        if self.best.step == step:
+            if self.best.draft_hash not in (None, _hash_files(snapshot)):
+                raise InvalidModel(
+                    f"the files in {snapshot} are not those that were judged; remove the line of "
+                    f"step {step} in {self.workspace.judgements}, and the same command judges them"
+                )
+            with atomic_folder(self.workspace.draft) as scratch:
+                shutil.copytree(snapshot, scratch, dirs_exist_ok=True)
+        return self.judgements[step]
+
+
+def _hash_files(folder: Path) -> str:
+    """Hash the names and the content of the files in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def build_judgement(step: int, figures: DraftFigures, duration_s: float) -> Judgement:
+    overall = figures.overall
+    tau, alpha = overall.acceptance_length, overall.acceptance_probability
+    speedup = overall.speedup
+    return Judgement(
+        step=step,
+        acceptance_length=1.0 if tau is None else tau.estimate,
+        acceptance_probability=None if alpha is None else alpha.estimate,
+        predicted_speedup=None if speedup is None else speedup.best_drafting,
+        duration_s=duration_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSummary:
+    """Sizes of the training and the held-out data.
+
+    Attributes:
+        num_cut_responses: of the target's and the server's, those that `max_tokens` ended.
+    """
+
+    num_training_prompts: int
+    num_held_out_prompts: int
+    num_samples: int
+    num_learned_tokens: int
+    num_rows: int
+    num_cut_responses: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedPair:
+    """Figures of the first and the kept draft on the same prompts at one temperature."""
+
+    before: DraftFigures
+    after: DraftFigures
+
+    @property
+    def changes(self) -> tuple[FigureChange, ...]:
+        return changes(self.before, self.after)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignReport:
+    """The report of one alignment.
+
+    Attributes:
+        judged: both drafts on all held-out prompts; as deployed first, then at the further
+            temperatures of the settings.
+        best_step: of the draft that was kept; 0 if training did not help.
+    """
+
+    draft: Path
+    objective: str
+    data: DataSummary
+    judged: tuple[JudgedPair, ...]
+    judgements: tuple[Judgement, ...]
+    best_step: int
+    seconds: Mapping[str, float]
+    provenance: Provenance
+    identity: Mapping[str, str]
+
+    @property
+    def best_k(self) -> int | None:
+        """K with the best predicted speedup as deployed; 0 if none exceeds 1, None if unknown."""
+        speedup = self.judged[0].after.overall.speedup
+        return None if speedup is None else speedup.num_speculative_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values without single prompts, and with the changes between both drafts."""
+        bare = tuple(
+            JudgedPair(
+                before=replace(pair.before, prompts=()), after=replace(pair.after, prompts=())
+            )
+            for pair in self.judged
+        )
+        values: dict[str, Any] = to_json(replace(self, judged=bare))
+        for pair, judged in zip(values["judged"], self.judged, strict=True):
+            del pair["before"]["prompts"], pair["after"]["prompts"]
+            pair["changes"] = [change.to_dict() for change in judged.changes]
+        return values
+
+    @classmethod
+    def read(cls, path: Path) -> AlignReport | None:
+        """Read a report that `write` wrote; None if there is none or its version differs."""
+        try:
+            values = read_json(path)
+            for pair in values["judged"]:
+                del pair["changes"]  # they follow from the figures
+            return from_json(cls, values)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
+
+    def write(self, path: Path) -> None:
+        write_json(path, self.to_dict())
+
+
+def find_finished(
+    workspace: Workspace, identity: Mapping[str, str], *, predicted: bool
+) -> AlignReport | None:
+    """Return the report of an alignment that is already complete; None if phases remain to run."""
+    report = AlignReport.read(workspace.report)
+    if report is None or not workspace.draft.is_dir():
+        return None
+    damaged = report.provenance.models.get("draft") != content_hash(str(workspace.draft))
+    if damaged:
+        raise InvalidModel(
+            f"the weights in {workspace.draft} are not those that {workspace.report} describes; "
+            "delete both, and the same command restores the draft and judges it again"
+        )
+    lacks_speedup = predicted and report.judged[0].after.overall.speedup is None
+    if lacks_speedup or differences(report.identity, identity):
+        return None
+    return report
+
 
 SERVING_FOLDER = "serving"
 RAW_FOLDER = "sglang"
@@ -49,10 +252,8 @@ class Serving:
     method: Method = "draft_model"
 
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 0:
-            raise InvalidRequest(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0"
-            )
+        """Refuse a negative number of tokens."""
+        Range("num_speculative_tokens", 0, integer=True).check(self.num_speculative_tokens)
 
     @property
     def speculates(self) -> bool:
@@ -70,7 +271,7 @@ class EngineSettings:
     source: str
 
 
-def _for_vllm(serving: Serving) -> EngineSettings:
+def _describe_vllm(serving: Serving) -> EngineSettings:
     """Return vLLM's settings, in which speculation is one JSON option."""
     folder, options, notes = serving.draft, dict[str, Any](), tuple[str, ...]()
     page = {"draft_model": "draft_model/", "eagle3": "eagle/"}.get(serving.method, "")
@@ -89,7 +290,7 @@ def _for_vllm(serving: Serving) -> EngineSettings:
             "of it."
         )
         options = {"draft_sample_method": "greedy" if greedy else "probabilistic"}
-        notes = (rule, *_cpu_note(serving), *_context_note(serving))
+        notes = (rule, *_describe_cpu(serving), *_describe_context(serving))
     settings: dict[str, Any] = {"model": serving.target}
     pattern, speculative = "vllm serve {target}", ""
     if serving.speculates:
@@ -110,14 +311,14 @@ def _for_vllm(serving: Serving) -> EngineSettings:
     )
 
 
-def _for_sglang(serving: Serving) -> EngineSettings:
+def _describe_sglang(serving: Serving) -> EngineSettings:
     """Return SGLang's settings; a chain is a tree with one branch there."""
     k, folder, algorithm = serving.num_speculative_tokens, serving.draft, "STANDALONE"
     notes: tuple[str, ...] = (
         "The draft proposes its most likely token at every temperature. It is accepted with "
         "the target's probability of it, less often than a sampled draft at temperature 1.",
         "SGLang does not combine this with --enable-dp-attention.",
-        *_context_note(serving),
+        *_describe_context(serving),
     )
     if serving.method == "eagle3":
         folder, algorithm = folder / SERVING_FOLDER / RAW_FOLDER, "EAGLE3"
@@ -142,7 +343,7 @@ def _for_sglang(serving: Serving) -> EngineSettings:
 
 
 ENGINES: Mapping[Export, Callable[[Serving], EngineSettings]] = MappingProxyType(
-    {"vllm": _for_vllm, "sglang": _for_sglang}
+    {"vllm": _describe_vllm, "sglang": _describe_sglang}
 )
 SUPPORTED: Mapping[Method, tuple[Export, ...]] = MappingProxyType(
     {"draft_model": ("vllm", "sglang"), "eagle3": ("vllm", "sglang"), "medusa": ("vllm",)}
@@ -156,7 +357,7 @@ def engines_of(engines: Sequence[Export], serving: Serving) -> list[EngineSettin
     return [ENGINES[engine](serving) for engine in known]
 
 
-def _cpu_note(serving: Serving) -> tuple[str, ...]:
+def _describe_cpu(serving: Serving) -> tuple[str, ...]:
     """Return a note on a defect of vLLM on CPUs (benchmarks/align/vllm_worker.py)."""
     if serving.sampling.greedy:
         return ()
@@ -167,7 +368,7 @@ def _cpu_note(serving: Serving) -> tuple[str, ...]:
     )
 
 
-def _context_note(serving: Serving) -> tuple[str, ...]:
+def _describe_context(serving: Serving) -> tuple[str, ...]:
     """Return a warning where the draft's context is shorter than the target's."""
     if serving.draft_context >= serving.target_context:
         return ()
@@ -177,9 +378,8 @@ def _context_note(serving: Serving) -> tuple[str, ...]:
     )
 
 
-def write_forms(engines: Sequence[str], serving: Serving) -> None:
+def _write_forms(engines: Sequence[str], serving: Serving, folder: Path) -> None:
     """Save the head also in the formats of the engines that cannot read its folder."""
-    folder = serving.draft / "serving"
     if serving.method == "eagle3" and "sglang" in engines:
         head = read_eagle3_head(serving.draft).bfloat16()
         write_eagle3_head(head, folder / RAW_FOLDER, form="raw", target=serving.target)
@@ -244,8 +444,10 @@ def export_draft(engines: Sequence[Export], serving: Serving) -> tuple[Path, ...
         target = os.path.relpath(target, folder)
     shown = replace(serving, target=target, draft=Path(".."))
     chosen = engines_of((*engines, *earlier), shown)
-    written = [write_json(folder / f"{one.engine}.json", dict(one.settings)) for one in chosen]
-    write_forms([one.engine for one in chosen], serving)
+    written = {folder / f"{one.engine}.json": dict(one.settings) for one in chosen}
+    for path, settings in written.items():
+        write_json(path, settings)
+    _write_forms([one.engine for one in chosen], serving, folder)
     page = folder / "README.md"
     with atomic_write(page) as scratch:
         scratch.write_text(
@@ -288,9 +490,3 @@ def section(title: str, command: str, notes: Sequence[str], source: str) -> Iter
     for note in notes:
         yield f"- {note}"
     yield f"- See {source}."
-
-
-def write_json(path: Path, content: dict[str, Any]) -> Path:
-    with atomic_write(path) as scratch:
-        scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return path
