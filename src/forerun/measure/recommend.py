@@ -109,7 +109,7 @@ class DraftTrial:
         return (
             found is not None
             and found.disturbance is None
-            and found.num_blocks >= MIN_BLOCKS
+            and found.num_groups >= MIN_BLOCKS
             and (found.speedup.is_above(1.0) and found.speedup.estimate >= LEAST_GAIN)
         )
 

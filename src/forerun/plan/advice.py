@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from forerun.errors import InvalidProfile, InvalidRequest, Range, check_ranges
 from forerun.plan.acceptance import Acceptance
-from forerun.plan.costs import with_batches
-from forerun.theory.cost import CostTable
+from forerun.theory.cost import CostTable, with_batches
 from forerun.theory.intervals import Interval, divide
 from forerun.theory.speedup import break_even_alpha, break_even_rate
 

@@ -21,7 +21,6 @@ from forerun.control.costs import DrafterTraits
 from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
 from forerun.errors import InvalidRequest
-from forerun.plan.costs import DraftCosts
 from forerun.plan.workload import (
     SimulatedDraw,
     Workload,
@@ -32,7 +31,7 @@ from forerun.plan.workload import (
     number_phases,
     uniforms,
 )
-from forerun.theory.cost import CostTable, ReadingCost
+from forerun.theory.cost import CostTable, DraftCosts, ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree, static_tree
 

@@ -301,20 +301,5 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Json:
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "speculative_decoding": speculation_of(counts),
-    }
-
-
-def speculation_of(counts: AcceptanceCounts) -> Json:
-    """Return the acceptance figures of a number of steps."""
-    drafted = counts.drafting
-    return {
-        "num_steps": drafted.num_steps,
-        "num_plain_steps": counts.num_steps - drafted.num_steps,
-        "num_drafted": drafted.num_drafted,
-        "num_accepted": drafted.num_accepted,
-        "acceptance_length": drafted.acceptance_length,
-        "draft_acceptance_rate": drafted.draft_acceptance_rate,
-        "acceptance_rate_per_position": drafted.acceptance_rate_per_position,
-        "drafted_per_position": drafted.drafted_per_position,
+        "speculative_decoding": counts.to_dict(),
     }

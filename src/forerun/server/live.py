@@ -35,8 +35,8 @@ from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.server.live_figures import RECENT_S, WINDOW_S, LiveFigures
 from forerun.server.metrics import LABELS, ServerMetrics
 from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.figures import DURATIONS, PlainComparison, Seconds
 from forerun.theory.record import StepRecord
-from forerun.trace.cycles import Seconds
 
 MAX_QUEUED_STEPS = 8192
 """Steps that wait for a reader; without one the oldest are dropped."""
@@ -190,11 +190,11 @@ class LiveView:
         figures, totals = self.figures, self.metrics.totals
         counts = figures.counts
         pairs = zip(counts.drafted_per_position, counts.accepted_per_position, strict=True)
-        speedup, times = figures.compare()
+        compared = figures.compare()
         changes = [*totals.changes.copy()]
         return {
             "uptime_s": now_s - self._started_s,
-            "window_s": float(min(WINDOW_S, len(figures.slices))),
+            "window_s": float(min(WINDOW_S, len(figures.groups))),
             "setup": self._setup(),
             "totals": {
                 "num_steps": totals.num_cycles,
@@ -204,15 +204,15 @@ class LiveView:
             },
             "load": self._load(),
             "tokens_per_s": figures.tokens_per_s(now_s),
-            "speedup": None if speedup is None else asdict(speedup),
+            "speedup": _speedup_of(compared),
             "acceptance_length": counts.acceptance_length,
             "positions": [
                 {"position": position, "num_drafted": drafted, "num_accepted": accepted}
                 for position, (drafted, accepted) in enumerate(pairs, start=1)
             ],
-            "token_times": _per_token(times),
+            "token_times": _per_token(compared.seconds),
             "latency": self._latency(now_s),
-            "history": [piece.point(now_s) for piece in figures.slices],
+            "history": figures.points(now_s),
             "requests": [
                 self._request(found, now_s) for found in list(self._watched.values())[::-1]
             ],
@@ -235,16 +235,17 @@ class LiveView:
         """Yield the speedup that the page states, for `/metrics`; no value before it is known."""
         with self._reading:
             self._drain()
-            found, _ = self.figures.compare()
+            compared = self.figures.compare()
+        found = _speedup_of(compared) or {}
         for name, text, value in (
-            ("forerun:speedup", "Rate of the latest decode steps over plain ones", "value"),
+            ("forerun:speedup", "Rate of the latest decode steps over plain ones", "estimate"),
             ("forerun:speedup_low", "Lower end of its 95% interval", "low"),
             ("forerun:speedup_high", "Upper end of its 95% interval", "high"),
-            ("forerun:plain_token_seconds", "Time per token of plain steps", "plain_s"),
+            ("forerun:plain_token_seconds", "Time per token of plain steps", "plain_token_s"),
         ):
             family = GaugeMetricFamily(name, text, labels=LABELS)
-            if found is not None:
-                family.add_metric([*self.metrics.labels.values()], getattr(found, value))
+            if found:
+                family.add_metric([*self.metrics.labels.values()], found[value])
             yield family
 
     def _setup(self) -> Json:
@@ -354,12 +355,18 @@ def _quantiles_of(values: list[float]) -> Json | None:
     return {"p50": p50, "p95": p95, "num": len(values)}
 
 
+def _speedup_of(compared: PlainComparison) -> Json | None:
+    if compared.speedup is None:
+        return None
+    shown = {name: getattr(compared, name) for name in ("plain_token_s", "share_compared")}
+    return asdict(compared.speedup) | shown
+
+
 def _per_token(times: Seconds) -> Json | None:
     """Return the time per token of steps by its parts; None without a step."""
     if not times.num_tokens:
         return None
-    names = ("draft_s", "verify_s", "other_s")
-    return {name: getattr(times, name) / times.num_tokens for name in names}
+    return {name: getattr(times, name) / times.num_tokens for name in DURATIONS}
 
 
 def _ttft_of(sequence: Sequence) -> float | None:

@@ -32,6 +32,14 @@ class Interval:
         """Return whether the whole interval lies below `threshold`; see `is_above`."""
         return self.high < threshold
 
+    def show(self, spec: str = ".2f", gap: str = " ") -> str:
+        """Return the text that all pages and tables print, such as "1.32 (1.21–1.43)"."""
+        ends = f"{gap}({self.show_ends(spec)})" if self.low < self.high else ""
+        return f"{self.estimate:{spec}}{ends}"
+
+    def show_ends(self, spec: str = ".2f") -> str:
+        return f"{self.low:{spec}}–{self.high:{spec}}"
+
 
 def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.95) -> Interval:
     """Return Wilson's score interval of a proportion, which holds at 0, at 1 and for few trials.

@@ -219,8 +219,7 @@ def load_outcome(ratio: Interval, num_blocks: int) -> str:
     if num_blocks < MIN_BLOCKS:
         return f"{ratio.estimate:.2f}, no difference shown ({num_blocks} blocks are too few)"
     is_shown = ratio.is_above(1.0) or ratio.is_below(1.0)
-    ends = f"{ratio.estimate:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
-    return ends if is_shown else f"{ends}, no difference shown"
+    return ratio.show() if is_shown else f"{ratio.show()}, no difference shown"
 
 
 def agreement(blocks: Sequence[LoadBlock], other: Sequence[LoadBlock]) -> tuple[int, Interval]:
