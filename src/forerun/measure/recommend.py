@@ -259,7 +259,7 @@ def recommend(
         reasons = "; ".join(f"{trial.draft}: {trial.failure}" for trial in trials)
         raise InvalidRequest(f"none of the drafts can be used: {reasons or ', '.join(drafts)}")
     trials.sort(key=lambda trial: -trial.expected)
-    plain = [_seconds(record) for record in steps if not record.k_budget]
+    plain = [record.cycle_s for record in steps if not record.k_budget]
     return Recommendation(
         target=config.target,
         temperature=config.temperature,
@@ -419,11 +419,7 @@ def _tokens_and_seconds(records: Sequence[StepRecord], k: int) -> tuple[float, f
     # A step whose drafter found nothing takes longer than a plain one.
     times: dict[tuple[int, bool], list[float]] = defaultdict(list)
     for record in records:
-        times[record.num_drafted, record.k_budget > 0].append(_seconds(record))
+        times[record.num_drafted, record.k_budget > 0].append(record.cycle_s)
     drafted = [(record.num_drafted, k > 0) for record in records if record.k_budget == k]
     middle = {kind: median(times[kind]) for kind in set(drafted)}
     return tokens, sum(middle[kind] for kind in drafted) / len(drafted) if drafted else 0.0
-
-
-def _seconds(record: StepRecord) -> float:
-    return record.draft_s + record.verify_s + record.other_s

@@ -230,8 +230,7 @@ def workload_of(
     counts = AcceptanceCounts()
     for item in items:
         if isinstance(item, StepRecord):
-            cycle_s = item.draft_s + item.verify_s + item.other_s
-            first_token_s.setdefault(item.request_id, item.t_s + cycle_s)
+            first_token_s.setdefault(item.request_id, item.t_s + item.cycle_s)
             if item.num_drafted:
                 counts.add(item.depth_drafted, item.num_accepted, num_drafted=item.num_drafted)
         elif isinstance(item, RequestRecord) and item.request_id in first_token_s:

@@ -123,7 +123,7 @@ class StepTotals:
             self.num_emitted += record.num_emitted
         if self._num_fresh >= MIN_DRAFTS:
             self._find_changes()
-        self._add_gaps(step, first.t_s + first.draft_s + first.verify_s + first.other_s)
+        self._add_gaps(step, first.t_s + first.cycle_s)
 
     def _find_changes(self) -> None:
         """Look for a change of acceptance, in counts of many requests."""

@@ -312,9 +312,8 @@ class CellReport:
 
     def row(self, summary: ArmSummary) -> dict[str, object]:
         chain = faster_chain(summary, self.rows)
-        return _as_row(summary) | {
-            "faster_chain": None if chain is None else chain.arm.name,
-        }
+        said = {"verdict": verdict(summary), "faster_chain": chain and chain.arm.name}
+        return summary.to_dict() | said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,10 +336,6 @@ class BenchReport:
             "provenance": self.provenance.to_dict(),
             "config": asdict(self.config) | {"num_prompts": self.num_prompts},
         }
-
-
-def _as_row(summary: ArmSummary) -> dict[str, object]:
-    return summary.to_dict() | {"verdict": verdict(summary)}
 
 
 def _as_sample(measurement: Measurement) -> dict[str, object]:
