@@ -274,25 +274,22 @@ def changes(before: DraftFigures, after: DraftFigures) -> tuple[FigureChange, ..
             )
     if [prompt.tag for prompt in before.prompts] != [prompt.tag for prompt in after.prompts]:
         raise ValueError("the two drafts were not judged on the same prompts")
-    pairs: list[tuple[str | None, AcceptanceFigures, AcceptanceFigures]]
-    pairs = [(None, before.overall, after.overall)]
+    pairs: dict[str | None, tuple[AcceptanceFigures, AcceptanceFigures]]
+    pairs = {None: (before.overall, after.overall)}
     if len(before.by_tag) > 1:
-        pairs += [(tag, before.by_tag[tag], after.by_tag[tag]) for tag in before.by_tag]
-    return tuple(change for pair in pairs for change in compare_figures(*pair))
+        pairs |= {tag: (before.by_tag[tag], after.by_tag[tag]) for tag in before.by_tag}
+    return tuple(
+        FigureChange(figure=name, tag=tag, before=first, after=second)
+        for tag, pair in pairs.items()
+        for name in ("acceptance_length", "acceptance_probability", "speedup")
+        if (first := _interval_of(pair[0], name)) is not None
+        and (second := _interval_of(pair[1], name)) is not None
+    )
 
 
-def compare_figures(
-    tag: str | None, before: AcceptanceFigures, after: AcceptanceFigures
-) -> Iterator[FigureChange]:
-    """Yield the comparison of each figure that is known for both drafts."""
-    pairs = {
-        "acceptance_length": (before.acceptance_length, after.acceptance_length),
-        "acceptance_probability": (before.acceptance_probability, after.acceptance_probability),
-        "speedup": (before.speedup, after.speedup),
-    }
-    for figure, (first, second) in pairs.items():
-        if first is not None and second is not None:
-            yield FigureChange(figure=figure, tag=tag, before=first, after=second)
+def _interval_of(figures: AcceptanceFigures, name: str) -> Interval | None:
+    found: Interval | None = getattr(figures, name)
+    return found.per_k[-1] if isinstance(found, PredictedSpeedup) else found
 
 
 CHUNK = 256
