@@ -114,18 +114,18 @@ def predicted_speedup(
     if any(kappa.low <= 0 for kappa in kappas):
         return None
     even, odd = prompts[::2], prompts[1::2]
-    chosen = [_best_k(odd or even, kappas), _best_k(even, kappas)]
-    best_k = _best_k(prompts, kappas)
-    best = _speedup(prompts, [chosen[i % 2] for i in range(len(prompts))], kappas, seed)
+    chosen = [_choose_k(odd or even, kappas), _choose_k(even, kappas)]
+    best_k = _choose_k(prompts, kappas)
+    best = _predict(prompts, [chosen[i % 2] for i in range(len(prompts))], kappas, seed)
     if best_k == 0 or best.estimate < 1.0:  # plain decoding is always possible
         best_k, best = 0, Interval(estimate=1.0, low=1.0, high=1.0)
-    per_k = tuple(_speedup(prompts, [k] * len(prompts), kappas, seed) for k in range(1, max_k + 1))
+    per_k = tuple(_predict(prompts, [k] * len(prompts), kappas, seed) for k in range(1, max_k + 1))
     return PredictedSpeedup(
         **asdict(per_k[-1]), num_speculative_tokens=best_k, best=best, per_k=per_k
     )
 
 
-def _best_k(prompts: Sequence[JudgedPrompt], kappas: Sequence[Interval]) -> int:
+def _choose_k(prompts: Sequence[JudgedPrompt], kappas: Sequence[Interval]) -> int:
     """Return the K with the highest predicted speedup; the smallest K in a tie."""
 
     def speedup(k: int) -> float:
@@ -135,7 +135,7 @@ def _best_k(prompts: Sequence[JudgedPrompt], kappas: Sequence[Interval]) -> int:
     return max(range(len(kappas)), key=speedup)
 
 
-def _speedup(
+def _predict(
     prompts: Sequence[JudgedPrompt], ks: Sequence[int], kappas: Sequence[Interval], seed: int
 ) -> Interval:
     """Return the predicted speedup over plain decoding, where every prompt has its own K."""
@@ -282,12 +282,12 @@ def changes(before: DraftFigures, after: DraftFigures) -> tuple[FigureChange, ..
         FigureChange(figure=name, tag=tag, before=first, after=second)
         for tag, pair in pairs.items()
         for name in ("acceptance_length", "acceptance_probability", "speedup")
-        if (first := _interval_of(pair[0], name)) is not None
-        and (second := _interval_of(pair[1], name)) is not None
+        if (first := _find_interval(pair[0], name)) is not None
+        and (second := _find_interval(pair[1], name)) is not None
     )
 
 
-def _interval_of(figures: AcceptanceFigures, name: str) -> Interval | None:
+def _find_interval(figures: AcceptanceFigures, name: str) -> Interval | None:
     found: Interval | None = getattr(figures, name)
     return found.per_k[-1] if isinstance(found, PredictedSpeedup) else found
 
@@ -536,10 +536,10 @@ class Judge:
         engine.observers[:] = [EmittedRecords(lambda r: steps[r.request_id].append(r))]
         chosen = evenly_spaced(len(self.prompts), max_prompts)
         prompts = [self.prompts[index].prompt_ids for index in chosen]
-        outputs = engine.generate(prompts, [self._params_for(index) for index in chosen])
-        alphas = self._alphas(engine, draft, chosen)
+        outputs = engine.generate(prompts, [self._build_params(index) for index in chosen])
+        alphas = self._score(engine, draft, chosen)
         judged = [
-            _judged_prompt(
+            _build_judged(
                 self.prompts[index].tag,
                 output,
                 steps[output.request_id],
@@ -562,14 +562,14 @@ class Judge:
         missing = [index for index in chosen if self.prompts[index].response_ids is None]
         outputs = alone(self.engine).generate(
             [self.prompts[index].prompt_ids for index in missing],
-            [self._params_for(index) for index in missing],
+            [self._build_params(index) for index in missing],
         )
         for index, output in zip(missing, outputs, strict=True):
             answered = replace(self.prompts[index], response_ids=output.token_ids)
             self.prompts[index] = answered
         return [self.prompts[index].response_ids or () for index in chosen]
 
-    def _alphas(
+    def _score(
         self, engine: Engine, draft: str | Path | Drafter, chosen: Sequence[int]
     ) -> list[tuple[float, ...]]:
         scored = _choose_scorer(engine, draft)
@@ -587,7 +587,7 @@ class Judge:
             for index, response in zip(chosen, self.responses(chosen), strict=True)
         ]
 
-    def _params_for(self, index: int) -> SamplingParams:
+    def _build_params(self, index: int) -> SamplingParams:
         """Return the deployed parameters with a seed per prompt and the same verifier."""
         params = replace(self.params, n=1, logprobs=None)
         if params.greedy or params.seed is not None:
@@ -609,7 +609,7 @@ def alone(engine: Engine) -> Engine:
     )
 
 
-def _judged_prompt(
+def _build_judged(
     tag: str,
     output: RequestOutput,
     records: Sequence[StepRecord],

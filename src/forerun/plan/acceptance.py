@@ -40,12 +40,12 @@ class Drafts:
     @property
     def accepted(self) -> AcceptanceCounts:
         """Return acceptance counts by allowed depth; undrafted positions count as rejected."""
-        return self._counts(depth_counts=False)
+        return self._count(depth_counts=False)
 
     @property
     def drafted(self) -> AcceptanceCounts:
         """Return counts like `accepted`, but of drafted instead of accepted tokens."""
-        return self._counts(depth_counts=True)
+        return self._count(depth_counts=True)
 
     def limited(self, num_speculative_tokens: int) -> Drafts:
         """Return the steps that the same texts would take with at most this K.
@@ -69,7 +69,7 @@ class Drafts:
                 found[min(k, allowed - used), min(k, depth - used), left] += n
         return Drafts(found)
 
-    def _counts(self, *, depth_counts: bool) -> AcceptanceCounts:
+    def _count(self, *, depth_counts: bool) -> AcceptanceCounts:
         counts = AcceptanceCounts()
         for (allowed, depth, accepted), n in self.steps.items():
             counts.steps[allowed, depth if depth_counts else accepted] += n

@@ -92,7 +92,7 @@ def option_at(
         raise InvalidProfile(
             f"the profile with {candidate.name} is too rough at batch {batch}: a cycle at K={k} "
             f"takes {kappa.low:.2f} to {kappa.high:.2f} plain steps; "
-            + _advice_on(table.contexts[-1], context)
+            + _suggest(table.contexts[-1], context)
         )
     tpot_s = table.plain_step_s(context, batch) * kappa.estimate / tau.estimate
     return Option(
@@ -107,7 +107,7 @@ def option_at(
     )
 
 
-def _advice_on(measured: int, context: int) -> str:
+def _suggest(measured: int, context: int) -> str:
     """Return advice for a cost whose error is too large."""
     if context > measured:
         return f"context {context} is beyond the {measured} it measured: profile with --contexts"

@@ -241,7 +241,7 @@ class Times:
     """Holds cycle times by batch size and bucket of contexts, and the costs of reading."""
 
     def __init__(self, table: CostTable, reading: ReadingCost | None = None) -> None:
-        self.reading = reading or _reading_as_verified(table)
+        self.reading = reading or _estimate_reading(table)
         self._at: Callable[[int, int], CycleTimes] = cache(
             lambda batch, context: CycleTimes(table, batch, context)
         )
@@ -252,7 +252,7 @@ class Times:
         return self._at(batch, bucket * CONTEXT_BUCKET + CONTEXT_BUCKET // 2)
 
 
-def _reading_as_verified(table: CostTable) -> ReadingCost:
+def _estimate_reading(table: CostTable) -> ReadingCost:
     """Estimate reading costs by verification of as many rows, which is an upper bound.
 
     The target is taken to read as it verifies, and the draft to read for as much less as a drafted

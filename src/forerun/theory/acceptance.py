@@ -116,12 +116,12 @@ class AcceptanceCounts:
 
         Biased where the drafter chose the depth; `survival` is not.
         """
-        return _ratios(self.accepted_per_position, self.drafted_per_position)
+        return _divide(self.accepted_per_position, self.drafted_per_position)
 
     @property
     def conditional_acceptance(self) -> tuple[float, ...]:
         """Return the share of steps that accepted position i among those that reached it, or 0."""
-        return _ratios(self.accepted_per_position, self.reached_per_position)
+        return _divide(self.accepted_per_position, self.reached_per_position)
 
     @property
     def survival(self) -> tuple[float, ...]:
@@ -163,7 +163,7 @@ class AcceptanceCounts:
         return tuple(accumulate(reversed(ends[1:])))[::-1]
 
 
-def _ratios(numerators: tuple[int, ...], denominators: tuple[int, ...]) -> tuple[float, ...]:
+def _divide(numerators: tuple[int, ...], denominators: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(n / d if d else 0.0 for n, d in zip(numerators, denominators, strict=True))
 
 

@@ -240,22 +240,15 @@ class Figures:
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON values: the rate of accepted drafts too, and every interval by its ends."""
-        return flatten_intervals(
-            self.fields | {"draft_acceptance_rate": self.draft_acceptance_rate}
-        )
-
-
-def flatten_intervals(values: Mapping[str, object]) -> dict[str, object]:
-    """Return JSON values: an interval as its estimate, and its ends under the name with `_ci`."""
-    found: dict[str, object] = {}
-    for name, value in values.items():
-        if isinstance(value, Interval):
-            found |= {name: value.estimate, f"{name}_ci": [value.low, value.high]}
-        elif isinstance(value, tuple):
-            found[name] = [v.estimate if isinstance(v, Interval) else v for v in value]
-        else:
-            found[name] = value
-    return found
+        found: dict[str, object] = {"draft_acceptance_rate": self.draft_acceptance_rate}
+        for name, value in self.fields.items():
+            if isinstance(value, Interval):
+                found |= {name: value.estimate, f"{name}_ci": [value.low, value.high]}
+            elif isinstance(value, tuple):
+                found[name] = [v.estimate if isinstance(v, Interval) else v for v in value]
+            else:
+                found[name] = value
+        return found
 
 
 def summarise_groups(

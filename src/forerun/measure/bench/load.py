@@ -181,7 +181,7 @@ def load_figures(
     found = {}
     for name, (taken, combined) in LOAD_FIGURES.items():
         below = None if other is None else [taken(block) for block in other]
-        statistic = partial(_of_resample, combined, [taken(block) for block in blocks], below)
+        statistic = partial(_compute_resample, combined, [taken(block) for block in blocks], below)
         if len(blocks) < LEAST_BLOCKS:
             found[name] = Interval(estimate=statistic([range(1)]), low=0.0, high=math.inf)
         else:
@@ -189,7 +189,7 @@ def load_figures(
     return found
 
 
-def _of_resample(
+def _compute_resample(
     combined: Callable[[Sequence[Samples]], float],
     above: Sequence[Samples],
     below: Sequence[Samples] | None,

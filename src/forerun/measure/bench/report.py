@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean
-from typing import TypedDict
 
 from forerun.measure.bench.compare import BenchArm, Block, Measurement
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig
@@ -14,14 +13,6 @@ from forerun.provenance import Provenance
 from forerun.theory.acceptance import distinct_ngram_share
 from forerun.theory.figures import Figures, Group, resample_ratio, summarise_groups
 from forerun.theory.intervals import Interval, bootstrap, bootstrap_ratio
-
-
-class ResampleSettings(TypedDict):
-    """Settings of a bootstrap."""
-
-    seed: int
-    num_resamples: int
-
 
 MIN_BLOCKS = 5
 """Least number of blocks from which an interval is trusted."""
@@ -70,9 +61,8 @@ def summarise(
     blocks: Sequence[Block], *, seed: int = 0, num_resamples: int = 2000
 ) -> list[ArmSummary]:
     """Compute the figures of every arm, compared with the first arm."""
-    columns = _columns_of(measurable(blocks))
-    settings = ResampleSettings(seed=seed, num_resamples=num_resamples)
-    return [_summarise_arm(column, columns[0], settings) for column in columns]
+    columns = _split_arms(measurable(blocks))
+    return [_summarise_arm(column, columns[0], seed, num_resamples) for column in columns]
 
 
 def rows_of(blocks: Sequence[Block]) -> tuple[ArmSummary, ...]:
@@ -86,14 +76,15 @@ def measurable(blocks: Sequence[Block]) -> list[Block]:
 
 
 def _summarise_arm(
-    own: Sequence[Measurement], plain: Sequence[Measurement], settings: ResampleSettings
+    own: Sequence[Measurement], plain: Sequence[Measurement], seed: int, num_resamples: int
 ) -> ArmSummary:
     """Compute the figures of one arm from its measurements and those of plain decoding."""
-    interval = partial(bootstrap_ratio, **settings)
+    interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
+    over_blocks = partial(resample_ratio, seed=seed, num_resamples=num_resamples)
     groups = [Group(acceptance=m.acceptance, num_tokens=m.num_tokens) for m in own]
-    figures = summarise_groups(groups, partial(resample_ratio, **settings))
-    step_ratio = partial(_step_ratio, own, plain)
-    kappa = bootstrap(step_ratio, [len(own)], **settings)
+    figures = summarise_groups(groups, over_blocks)
+    step_ratio = partial(_compare_steps, own, plain)
+    kappa = bootstrap(step_ratio, [len(own)], seed=seed, num_resamples=num_resamples)
     num_steps, num_drafted = figures.num_steps, figures.num_drafted
     changes = {
         "speedup": interval(
@@ -119,7 +110,7 @@ def _summarise_arm(
     )
 
 
-def _step_ratio(
+def _compare_steps(
     own: Sequence[Measurement], plain: Sequence[Measurement], groups: Sequence[Sequence[int]]
 ) -> float:
     """Return the time of a step in plain steps, over the chosen blocks."""
@@ -170,10 +161,10 @@ def best_arm(blocks: Sequence[Block]) -> BenchArm:
     def tokens_per_s(measurements: Sequence[Measurement]) -> float:
         return sum(m.num_tokens for m in measurements) / sum(m.total_s for m in measurements)
 
-    return max(_columns_of(blocks), key=tokens_per_s)[0].arm
+    return max(_split_arms(blocks), key=tokens_per_s)[0].arm
 
 
-def _columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
+def _split_arms(blocks: Sequence[Block]) -> list[list[Measurement]]:
     return [list(column) for column in zip(*blocks, strict=True)]
 
 
@@ -307,7 +298,7 @@ class CellReport:
             "batch": self.batch,
             "rows": [self.row(summary) for summary in self.rows],
             "best_of_several": self.best.to_dict() if self.best else None,
-            "blocks": [[_as_sample(m) for m in block] for block in self.blocks],
+            "blocks": [[_write_sample(m) for m in block] for block in self.blocks],
         }
 
     def row(self, summary: ArmSummary) -> dict[str, object]:
@@ -338,7 +329,7 @@ class BenchReport:
         }
 
 
-def _as_sample(measurement: Measurement) -> dict[str, object]:
+def _write_sample(measurement: Measurement) -> dict[str, object]:
     return {
         "arm": measurement.arm.name,
         "total_s": measurement.total_s,
