@@ -32,7 +32,6 @@ from scipy import stats
 from forerun.control.base import Controller, Tree
 from forerun.control.named import FixedController
 from forerun.measure.profile import load_profile
-from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import (
     CycleTimes,
     Result,
@@ -53,7 +52,7 @@ from forerun.plan.workload import (
     Workload,
 )
 from forerun.provenance import collect
-from forerun.theory.cost import CostTable
+from forerun.theory.cost import CostTable, DraftCosts
 
 HERE = Path(__file__).parent
 PROFILES = {

@@ -41,7 +41,7 @@ from texts import halves
 
 from forerun.plan.acceptance import Drafts, counted
 from forerun.plan.advice import DraftCandidate, Option, option_at
-from forerun.plan.costs import DraftCosts
+from forerun.theory.cost import DraftCosts
 from forerun.theory.intervals import bootstrap_ratio
 
 CELLS: Mapping[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from texts import edit_texts, halves
 from forerun.engine.config import EngineConfig
 from forerun.measure.profile import Profile, ProfileConfig, load_profile, write_profile
 from forerun.measure.rigs import estimates_of, facts_of, load_pair, measure_pair, widest
-from forerun.plan.costs import DraftCosts, with_draft_cost
+from forerun.theory.cost import DraftCosts, with_draft_cost
 
 __all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]
 

@@ -30,11 +30,11 @@ from forerun.engine.results import RequestOutput, request_records
 from forerun.engine.thread import EngineThread
 from forerun.measure.profile import load_profile
 from forerun.models.catalog import held_out_prompts
-from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import simulate
 from forerun.plan.workload import SimulatedServerConfig, Slo, workload_of
 from forerun.provenance import collect, trace_header
 from forerun.sampling.config import SamplingParams
+from forerun.theory.cost import DraftCosts
 from forerun.theory.intervals import bootstrap_mean
 from forerun.theory.record import StepRecord
 from forerun.trace.files import TraceWriter, open_trace, read_trace

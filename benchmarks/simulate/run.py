@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 
 from forerun.measure.profile import load_profile
-from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import simulate
 from forerun.plan.workload import Workload, load_workload
 from forerun.provenance import collect
+from forerun.theory.cost import DraftCosts
 
 HERE = Path(__file__).parent
 PROFILE = HERE.parent / "profiles" / "shipped-pair.json"

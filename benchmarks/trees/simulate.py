@@ -20,7 +20,6 @@ from rich.table import Table
 
 from forerun.control.goodput import GoodputController
 from forerun.measure.profile import load_profile
-from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import METHOD, Times, serve, simulate
 from forerun.plan.workload import (
     Constant,
@@ -29,6 +28,7 @@ from forerun.plan.workload import (
     Uniform,
     Workload,
 )
+from forerun.theory.cost import DraftCosts
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 CHAINS = ("plain", *(f"fixed:{k}" for k in (1, 2, 3, 4, 6, 8)))

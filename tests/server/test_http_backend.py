@@ -19,7 +19,6 @@ from forerun.engine.results import Backend
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.measure.bench.compare import BenchArm, Prompt, measure
 from forerun.sampling.config import SamplingParams
-from forerun.server.answers import speculation_of
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
 PROMPTS = [[3, 4, 5], [6, 7], [8]]
@@ -82,7 +81,7 @@ def test_counts_keep_tau_and_the_rates_per_position():
     for k in (1, 3):
         output = tiny_engine(num_speculative_tokens=k).generate([[3, 4, 5]], PARAMS)[0]
         counts = output.completions[0].acceptance
-        found = msgspec.convert(speculation_of(counts), Speculation).acceptance
+        found = msgspec.convert(counts.to_dict(), Speculation).acceptance
         assert found.acceptance_length == counts.acceptance_length
         assert found.num_drafted == counts.num_drafted
         assert found.acceptance_rate_per_position == counts.acceptance_rate_per_position

@@ -168,11 +168,11 @@ def snapshot_with(page, **changes: object) -> None:
 def test_the_speedup_is_one_figure_and_coloured_once_its_interval_clears_1(page, low, high, kind):
     value = None if low is None else (low + high) / 2
     times = {"num_steps": 9, "num_sequences": 1.0, "draft_s": 0.002, "verify_s": 0.007}
-    estimate = {"value": value, "low": low, "high": high, "share_compared": 1.0}
+    estimate = {"estimate": value, "low": low, "high": high, "share_compared": 1.0}
     cause = {"label": "k_too_small", "score": 0.9, "what": "K is too small."}
     snapshot_with(
         page,
-        speedup=value and estimate | {"plain_s": value * 0.01, "num_plain_steps": 40},
+        speedup=value and estimate | {"plain_token_s": value * 0.01},
         token_times=times | {"other_s": 0.001},
         diagnosis={"verdict": "problem", "headline": "Problem.", "num_steps": 99}
         | {"causes": [cause], "changes": ["Raise K."]},

@@ -47,7 +47,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(run):
     assert code == 0
     assert out.endswith("\n")
     assert "24 tokens in" in err
-    assert "a second, with draft_model: " in err
+    assert "a second, drafted by draft_model" in err
     assert "per position" not in err
 
 

@@ -28,7 +28,6 @@ from forerun.measure.recommend import (
     drafts_at_hand,
     recommend,
 )
-from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval
 
 STATE = RequestState(request_id="r", num_committed=9, max_new=9, temperature=0.0)
@@ -105,15 +104,14 @@ def measured(k, estimate, low, disturbance=None):
     arm = BenchArm(name="a", method="draft_model", num_speculative_tokens=k, engine=engine)
     return ArmSummary(
         arm=arm,
-        num_blocks=8,
+        num_groups=8,
         num_tokens=800,
         tokens_per_s=interval,
         decode_tokens_per_s=interval,
         speedup=interval,
         decode_speedup=interval,
-        acceptance=AcceptanceCounts(),
         step_s=0.01,
-        cycle_cost=1.5,
+        cycle_cost=interval,
         break_even=None,
         distinct_4gram_share=1.0,
         disturbance=disturbance,
@@ -175,7 +173,7 @@ def test_the_choice_is_made_on_prompts_that_are_not_reported(monkeypatch, tiny_p
     found = recommend(config, prompts, notify=lambda text, share: None)
     assert [prompt for (prompt,) in measured_on] == usable[1::2]
     assert not any(task.params.ignore_eos for task in usable)
-    assert found.trials[0].measured.num_blocks == found.num_prompts // 2
+    assert found.trials[0].measured.num_groups == found.num_prompts // 2
 
 
 def test_drafts_of_a_tiny_pair_are_tried(tiny_pair, tmp_path, capsys):

@@ -219,13 +219,14 @@ def step_s(record: StepRecord) -> float:
 def show(cell: str, rows: Sequence[ArmSummary]) -> None:
     for row in rows:
         speedup, decoding = row.speedup, row.decode_speedup
+        tau = 1.0 if row.acceptance_length is None else row.acceptance_length.estimate
         print(
             f"{cell:20} {row.arm.name:12} {row.tokens_per_s.estimate:7.1f} tokens/s  "
             f"speedup {speedup.estimate:.3f} ({speedup.low:.3f}-{speedup.high:.3f})  "
             f"decoding {decoding.estimate:.3f} ({decoding.low:.3f}-{decoding.high:.3f})  "
-            f"tau {row.acceptance_length:.2f}  drafted {row.acceptance.num_drafted}  "
-            f"accepted {row.acceptance.num_accepted}  of {row.num_tokens} tokens  "
-            f"4-grams {row.distinct_4gram_share:.2f}  blocks {row.num_blocks}",
+            f"tau {tau:.2f}  drafted {row.num_drafted}  "
+            f"accepted {row.num_accepted}  of {row.num_tokens} tokens  "
+            f"4-grams {row.distinct_4gram_share:.2f}  blocks {row.num_groups}",
             flush=True,
         )
 

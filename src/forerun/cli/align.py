@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         DraftFigures,
         FigureChange,
     )
-    from forerun.theory.intervals import Interval
 
 logger = logging.getLogger("forerun.align")
 
@@ -527,17 +526,13 @@ def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
         k = speedup.num_speculative_tokens
         best = f"{speedup.best.estimate:.2f}\n{f'K={k}' if k else 'plain'}"
     return (
-        ends(figures.acceptance_length),
-        ends(figures.acceptance_probability),
+        with_ends(figures.acceptance_length, ".2f"),
+        with_ends(figures.acceptance_probability, ".2f"),
         rates(betas[:3]) + ("\n" + rates(betas[3:], most=3) if betas[3:] else ""),
-        ends(speedup.at_max_k) if speedup else "",
+        with_ends(speedup, ".2f"),
         best,
         f"{figures.distinct_4gram_share:.2f}",
     )
-
-
-def ends(interval: Interval | None) -> str:
-    return "" if interval is None else with_ends(interval, ".2f")
 
 
 def print_changes(changes: Sequence[FigureChange]) -> None:
@@ -545,14 +540,9 @@ def print_changes(changes: Sequence[FigureChange]) -> None:
     console = SafeConsole()
     for change in changes:
         over = "" if change.tag is None else f", {change.tag or 'no tag'}"
-        console.print(
-            f"[bold]{WORDS[change.figure]}{escape(over)}:[/] {_join_ends(change.before)} -> "
-            f"{_join_ends(change.after)}: {change.finding}"
-        )
-
-
-def _join_ends(interval: Interval) -> str:
-    return with_ends(interval, ".2f").replace("\n", " ")
+        ends = [change.before.show(), change.after.show()]
+        name = f"[bold]{WORDS[change.figure]}{escape(over)}:[/]"
+        console.print(f"{name} {' -> '.join(ends)}: {change.finding}")
 
 
 def print_report(report: AlignReport) -> None:

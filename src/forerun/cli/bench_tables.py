@@ -59,10 +59,11 @@ def _print_cell(console: SafeConsole, cell: CellReport) -> None:
 
 
 def figures(row: ArmSummary) -> tuple[str, ...]:
+    tau = 1.0 if row.acceptance_length is None else row.acceptance_length.estimate
     return (
         with_ends(row.tokens_per_s, ".0f"),
         with_ends(row.speedup, ".2f"),
-        f"{row.acceptance_length:.2f}\n{row.cycle_cost:.2f}",
+        f"{tau:.2f}\n{row.cycle_cost.estimate:.2f}",
         with_ends(row.decode_speedup, ".2f"),
         f"{row.distinct_4gram_share:.2f}",
     )
@@ -72,5 +73,5 @@ def _best_sentence(best: BestOfSeveral) -> str:
     """Return a sentence on the best arm and its speedup on the blocks that did not choose it."""
     return (
         f"{best.summary.arm.name} of {best.num_candidates}, chosen on {best.num_chosen_on} blocks; "
-        f"on the other {best.summary.num_blocks}: {outcome(best.summary)}"
+        f"on the other {best.summary.num_groups}: {outcome(best.summary)}"
     )

@@ -155,7 +155,7 @@ def _positions_table(totals: TraceTotals) -> Table:
             str(number),
             str(drafted),
             str(accepted),
-            f"{rate.estimate:.3f} ({rate.low:.3f}–{rate.high:.3f})",
+            rate.show(".3f"),
             f"{survival:.3f}",
             "█" * round(_BAR_WIDTH * survival),
         )

@@ -15,8 +15,7 @@ from forerun.engine.engine import Engine
 from forerun.measure.bench.compare import on_best_threads
 from forerun.measure.profile import Profile, ProfileConfig, check_setup
 from forerun.measure.rigs import facts_of, load_pair, measure_pair, setup_of
-from forerun.plan.costs import DraftCosts
-from forerun.theory.cost import CostTable
+from forerun.theory.cost import CostTable, DraftCosts
 
 ALIGN_BUDGET_S = 15.0
 

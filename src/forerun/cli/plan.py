@@ -21,7 +21,7 @@ from forerun.errors import InvalidProfile, InvalidRequest
 from forerun.measure.profile import Profile, load_profiles
 from forerun.plan.acceptance import Acceptance, TracedDrafts, counted, drafts_in, given
 from forerun.plan.advice import DraftCandidate, PlanConfig
-from forerun.plan.costs import with_draft_cost
+from forerun.theory.cost import with_draft_cost
 from forerun.trace.files import read_trace
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def sentence(advice: Advice, config: PlanConfig) -> str:
         return f"decode plainly {where}: {speed}; {elsewhere(advice)}"
     return (
         f"draft with {best.draft}, K={best.num_speculative_tokens}, {where}: {speed}, "
-        f"{with_ends(best)} times plain decoding"
+        f"{best.speedup.show()} times plain decoding"
     )
 
 
@@ -368,7 +368,7 @@ def elsewhere(advice: Advice) -> str:
     best = max(paying, key=lambda option: option.speedup.estimate)
     return (
         f"no draft pays there, but {best.draft} at K={best.num_speculative_tokens} does at batch "
-        f"{best.batch}: {with_ends(best)} times plain decoding"
+        f"{best.batch}: {best.speedup.show()} times plain decoding"
     )
 
 
@@ -405,7 +405,7 @@ def break_even(advice: Advice) -> Table:
 def cells(option: Option, advice: Advice) -> tuple[str, ...]:
     """Return the cells of an option except its batch size, in the order of `headings`."""
     k = "plain" if option.is_plain else str(option.num_speculative_tokens)
-    speedup = "1" if option.is_plain else with_ends(option)
+    speedup = "1" if option.is_plain else option.speedup.show()
     latency = f"{1e3 * option.tpot_s:.3g}"
     if len(advice.curves) > 1:
         return escape(short(option.draft, advice)), k, speedup, latency
@@ -419,10 +419,3 @@ def short(name: str | None, advice: Advice) -> str:
         return ""
     last = [Path(other).name for other, _ in advice.curves]
     return Path(name).name if last.count(Path(name).name) == 1 else name
-
-
-def with_ends(option: Option) -> str:
-    found = option.speedup
-    if found.low == found.high:
-        return f"{found.estimate:.2f}"
-    return f"{found.estimate:.2f} ({found.low:.2f}–{found.high:.2f})"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import groupby, pairwise
-from statistics import fmean, stdev
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rich.console import Console
@@ -36,31 +33,28 @@ from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, setup_of
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
-from forerun.theory.acceptance import AcceptanceCounts
-from forerun.theory.intervals import Interval, student_quantile
+from forerun.theory.figures import Figures, Grouping, compare_with_plain, summarise_groups
 from forerun.theory.record import Json, StepRecord
 from forerun.trace.files import TraceWriter
 
+MIN_COMPARED_STEPS = 8
+"""Steps with a draft without which a request is not compared with plain decoding."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Counts and times of one request, all its samples together.
+class RequestFigures(Figures):
+    """Figures and times of one request, all its samples together.
 
     Attributes:
+        num_prompt_tokens: of the prompt.
         ttft_s: from the request to the first token; None where there was none.
-        speedup: of the steps after the prefill over plain steps of this request; None where too few
-            of its steps were plain or drafted.
         methods: drafters that proposed a token, the most used first.
         choices: of a controller that has several drafters.
     """
 
     num_prompt_tokens: int
-    num_tokens: int
     total_s: float
     ttft_s: float | None
-    acceptance: AcceptanceCounts
-    num_steps: int = 0
-    speedup: Interval | None = None
     methods: Sequence[str] = ()
     choices: Sequence[MethodChoice] = ()
 
@@ -72,18 +66,20 @@ class Figures:
         num_prompt_tokens: int,
         total_s: float,
         ttft_s: float | None,
-    ) -> Figures:
+    ) -> RequestFigures:
         """Compute the figures of all steps until now, even if the request was interrupted."""
-        drafting = Counter(record.method for record in records if record.num_drafted)
+        cycles = Grouping(lambda record: record.cycle_id)
+        cycles.add(records)
+        groups = [group for _, group in cycles.groups]
+        figures = summarise_groups(groups)
+        methods = Counter(record.method for record in records if record.num_drafted)
+        enough = figures.num_steps >= MIN_COMPARED_STEPS
         return cls(
+            **figures.fields | {"speedup": compare_with_plain(groups).speedup if enough else None},
             num_prompt_tokens=num_prompt_tokens,
-            num_tokens=sum(record.num_emitted for record in records),
             total_s=total_s,
             ttft_s=ttft_s,
-            acceptance=AcceptanceCounts.from_records(records).drafting,
-            num_steps=len(records),
-            speedup=compare_with_plain_steps(records),
-            methods=tuple(method for method, _ in drafting.most_common()),
+            methods=tuple(method for method, _ in methods.most_common()),
         )
 
     @property
@@ -96,107 +92,32 @@ class Figures:
         text = f"{self.num_tokens} tokens in {self.total_s:.1f} s, {self.tokens_per_s:.0f} a second"
         if not self.methods:
             return f"{text}, by plain decoding"
-        text += f", with {' and '.join(self.methods)}: "
+        text += f", drafted by {' and '.join(self.methods)}"
         if self.speedup is None:
-            return (
-                f"{text}{self.acceptance.num_steps} of {self.num_steps} steps had a draft, and "
-                f"a comparison with plain decoding needs {MIN_COMPARED_STEPS} with and without one"
-            )
-        ratio = self.speedup
-        interval = f"95% between {ratio.low:.2f} and {ratio.high:.2f}"
+            return f"{text}; the text is too short to say how much faster than without a draft"
+        ratio, ends = self.speedup, self.speedup.show_ends()
         if ratio.is_above(1.0) or ratio.is_below(1.0):
-            return f"{text}{ratio.estimate:.2f} times as fast as plain decoding ({interval})"
-        return f"{text}about as fast as plain decoding ({interval})"
+            return f"{text}: {ratio.estimate:.2f} times as fast as plain decoding (95%: {ends})"
+        return f"{text}: about as fast as plain decoding (95%: {ends} times)"
 
     @property
     def details(self) -> str:
         parts = [f"{self.num_tokens} tokens in {self.total_s:.2f} s ({self.tokens_per_s:.1f}/s)"]
         if self.ttft_s is not None:
             parts.append(f"first after {self.ttft_s:.2f} s")
-        counts = self.acceptance
-        if counts.acceptance_length is not None:
-            parts.append(f"{counts.acceptance_length:.2f} tokens per step with a draft")
-            drafted = counts.drafted_per_position[:4]
-            accepted = rates(counts.acceptance_rate_per_position[:4])
-            steps = " ".join(map(str, drafted))
+        if self.acceptance_length is not None:
+            tau = self.acceptance_length.estimate
+            parts.append(f"{tau:.2f} tokens per step with a draft")
+            accepted = rates([rate.estimate for rate in self.acceptance_rate_per_position[:4]])
+            steps = " ".join(map(str, self.drafted_per_position[:4]))
             parts.append(f"accepted per position {accepted} where drafted in {steps} steps")
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, object]:
-        counts = self.acceptance
-        return {
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_tokens": self.num_tokens,
-            "total_s": self.total_s,
-            "ttft_s": self.ttft_s,
-            "tokens_per_s": self.tokens_per_s,
-            "speedup": self.speedup and asdict(self.speedup),
-            "num_steps": counts.num_steps,
-            "num_drafted": counts.num_drafted,
-            "num_accepted": counts.num_accepted,
-            "draft_acceptance_rate": counts.draft_acceptance_rate,
-            "acceptance_length": counts.acceptance_length,
-            "acceptance_rate_per_position": list(counts.acceptance_rate_per_position),
-            "drafted_per_position": list(counts.drafted_per_position),
-            **({"choices": [choice.to_dict() for choice in self.choices]} if self.choices else {}),
-        }
-
-
-MIN_COMPARED_STEPS = 8
-"""Plain steps, and steps with a draft, without which their times are not compared."""
-
-
-def compare_with_plain_steps(records: Sequence[StepRecord]) -> Interval | None:
-    """Compare the time of decode steps with that of plain steps for as many tokens.
-
-    Samples of one request share their steps. Steps that read the prompt are left out. A plain step
-    after a draft is not measured, because drafting leaves the target's weights uncached. The
-    interval has the errors of the mean plain step and of the time per token of all steps, at 95%.
-    """
-    cycles = [
-        Cycle.of(list(found)) for _, found in groupby(records, key=lambda record: record.cycle_id)
-    ]
-    decoding = [cycle for cycle in cycles if not cycle.reads_prompt]
-    plain = [
-        here.seconds / here.num_samples
-        for before, here in pairwise(decoding)
-        if not (before.drafts or here.drafts)
-    ]
-    num_drafting = sum(cycle.drafts for cycle in decoding)
-    if min(len(plain), num_drafting) < MIN_COMPARED_STEPS:
-        return None
-    plain_s, total_s = fmean(plain), sum(cycle.seconds for cycle in decoding)
-    num_tokens = sum(cycle.num_tokens for cycle in decoding)
-    ratio = plain_s * num_tokens / total_s
-    saved = [plain_s * cycle.num_tokens - ratio * cycle.seconds for cycle in decoding]
-    error = student_quantile(0.975, min(len(plain), len(decoding)) - 1) * math.hypot(
-        stdev(plain) / math.sqrt(len(plain)) / plain_s,
-        stdev(saved) * math.sqrt(len(saved)) / (plain_s * num_tokens),
-    )
-    return Interval(estimate=ratio, low=max(0.0, ratio * (1.0 - error)), high=ratio * (1.0 + error))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cycle:
-    """One pass of the engine over the samples of a request."""
-
-    seconds: float
-    num_samples: int
-    num_tokens: int
-    drafts: bool
-    reads_prompt: bool
-
-    @classmethod
-    def of(cls, records: Sequence[StepRecord]) -> Cycle:
-        """Count the records of one cycle; its durations are in each of them."""
-        first = records[0]
-        return cls(
-            seconds=first.draft_s + first.verify_s + first.other_s,
-            num_samples=len(records),
-            num_tokens=sum(record.num_emitted for record in records),
-            drafts=any(record.k_budget for record in records),
-            reads_prompt=first.num_prefill_rows > 0,
-        )
+        values = super(RequestFigures, self).to_dict() | {"tokens_per_s": self.tokens_per_s}
+        del values["choices"]
+        choices = [choice.to_dict() for choice in self.choices]
+        return values | ({"choices": choices} if choices else {})
 
 
 def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
@@ -387,9 +308,9 @@ class Session:
         return self._output
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> RequestFigures:
         """Counts and times of the steps until now."""
-        figures = Figures.of(
+        figures = RequestFigures.of(
             self.records,
             num_prompt_tokens=self.num_prompt_tokens,
             total_s=self.ended_s - self.started_s,
@@ -465,7 +386,7 @@ class PlainWriter:
         shown = printable(text, keep="\n\t\r") if sys.stdout.isatty() else text
         print(shown, end="", flush=True)
 
-    def finish(self, output: RequestOutput, figures: Figures) -> None:
+    def finish(self, output: RequestOutput, figures: RequestFigures) -> None:
         """End the last line."""
         if not output.completions[0].text.endswith("\n"):
             print()
@@ -483,7 +404,7 @@ class ColourWriter(PlainWriter):
         self.console.print(shown, end="")
         sys.stdout.flush()
 
-    def finish(self, output: RequestOutput, figures: Figures) -> None:
+    def finish(self, output: RequestOutput, figures: RequestFigures) -> None:
         super().finish(output, figures)
         Console(stderr=True, force_terminal=True, soft_wrap=True).print(legend())
 
@@ -494,7 +415,7 @@ class JsonWriter:
     def write(self, chunk: StreamChunk) -> None:
         """Print nothing: the JSON object is printed at the end."""
 
-    def finish(self, output: RequestOutput, figures: Figures) -> None:
+    def finish(self, output: RequestOutput, figures: RequestFigures) -> None:
         """Print text, tokens, finish reason and figures."""
         completion = output.completions[0]
         content = {
@@ -514,7 +435,7 @@ def choose_writer(tokenizer: Tokenizer, flags: OutputFlags) -> PlainWriter | Jso
     return ColourWriter(tokenizer) if flags.color else PlainWriter()
 
 
-def print_figures(figures: Figures, *, is_verbose: bool) -> None:
+def print_figures(figures: RequestFigures, *, is_verbose: bool) -> None:
     """Print how fast a text was on stderr, and what its drafts did if `is_verbose`."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     details = (figures.details, *described(figures.choices)) if is_verbose else ()

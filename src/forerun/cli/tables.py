@@ -75,9 +75,9 @@ def table_of(first: Column, *others: Column | str, title: str | None = None) -> 
     )
 
 
-def with_ends(interval: Interval, spec: str) -> str:
-    low, high = format(interval.low, spec), format(interval.high, spec)
-    return f"{format(interval.estimate, spec)}\n({low}–{high})"
+def with_ends(interval: Interval | None, spec: str) -> str:
+    """Return the cell of a figure, with its interval on a line of its own."""
+    return "" if interval is None else interval.show(spec, "\n")
 
 
 def rates(values: Sequence[float], most: int = 6) -> str:

@@ -193,7 +193,7 @@ def _read_logprobs(found: Any) -> tuple[TokenLogprob, ...] | None:
     try:
         if found.get("content") is not None:
             return tuple(
-                _token_logprob(
+                _build_logprob(
                     entry,
                     entry["logprob"],
                     ((t, t["logprob"]) for t in entry.get("top_logprobs") or ()),
@@ -204,31 +204,31 @@ def _read_logprobs(found: Any) -> tuple[TokenLogprob, ...] | None:
         values = found.get("token_logprobs") or [None] * len(tokens)
         tops = found.get("top_logprobs") or [None] * len(tokens)
         return tuple(
-            _token_logprob({"token": token}, value, (({"token": t}, v) for t, v in top.items()))
+            _build_logprob({"token": token}, value, (({"token": t}, v) for t, v in top.items()))
             for token, value, top in zip(tokens, values, (t or {} for t in tops), strict=True)
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
 
 
-def _token_logprob(
+def _build_logprob(
     entry: Mapping[str, Any], logprob: Any, top: Iterable[tuple[Mapping[str, Any], Any]]
 ) -> TokenLogprob:
-    name, token_id = _named(entry)
+    name, token_id = _read_name(entry)
     listed = tuple(
-        (*_named(one), _number(value)) for one, value in islice(top, MAX_ALTERNATIVES + 1)
+        (*_read_name(one), _read_number(value)) for one, value in islice(top, MAX_ALTERNATIVES + 1)
     )
     if len(listed) > MAX_ALTERNATIVES:
         raise BrokenReply(f"more than {MAX_ALTERNATIVES} alternatives at one token, the limit here")
     return TokenLogprob(
         token=name,
         token_id=token_id,
-        logprob=None if logprob is None else _number(logprob),
+        logprob=None if logprob is None else _read_number(logprob),
         top=listed,
     )
 
 
-def _named(entry: Mapping[str, Any]) -> tuple[str, int | None]:
+def _read_name(entry: Mapping[str, Any]) -> tuple[str, int | None]:
     """Return the name of a token, and its id if the server gives it (llama.cpp as a field)."""
     name = str(entry.get("token", ""))
     if "id" in entry:
@@ -242,7 +242,7 @@ def _named(entry: Mapping[str, Any]) -> tuple[str, int | None]:
     return name, token_id
 
 
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     found = float(value)
     if math.isnan(found):
         raise ValueError("a log-probability is not a number")
@@ -328,7 +328,7 @@ class Client:
             InvalidRequest: the server refuses the request.
             ServerUnavailable: no answer came after as many tries as were allowed.
         """
-        body = self._completion_body(prompt, fields, logprobs, seed)
+        body = self._build_body(prompt, fields, logprobs, seed)
         body |= {"echo": True} if echo else {}
         return self._answer("/completions", body, check)
 
@@ -342,7 +342,10 @@ class Client:
         check: Callable[[ServerAnswer], None] = lambda answer: None,
     ) -> ServerAnswer:
         """Return the next message of a conversation; arguments and errors as `complete`."""
-        body = {"messages": [dict(message) for message in messages], **self._fields(fields, seed)}
+        body = {
+            "messages": [dict(message) for message in messages],
+            **self._collect_fields(fields, seed),
+        }
         body |= {} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}
         return self._answer("/chat/completions", body, check)
 
@@ -355,7 +358,7 @@ class Client:
         seed: int | None = None,
     ) -> Generator[ServerAnswer, None, None]:
         """Yield the pieces of a continuation, the last with the usage; see `complete`."""
-        body = self._completion_body(prompt, fields, logprobs, seed)
+        body = self._build_body(prompt, fields, logprobs, seed)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         url = self.config.base + "/completions"
         events, num_values = self.connection.events(url, body), 0
@@ -371,11 +374,11 @@ class Client:
         finally:
             events.close()
 
-    def _fields(self, fields: Mapping[str, object], seed: int | None) -> dict[str, object]:
+    def _collect_fields(self, fields: Mapping[str, object], seed: int | None) -> dict[str, object]:
         found: dict[str, object] = {"model": self.config.model, **fields}
         return found if seed is None else {**found, "seed": seed & SEED_MASK}
 
-    def _completion_body(
+    def _build_body(
         self,
         prompt: str | Sequence[int],
         fields: Mapping[str, object],
@@ -384,7 +387,7 @@ class Client:
     ) -> dict[str, object]:
         body = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            **self._fields(fields, seed),
+            **self._collect_fields(fields, seed),
         }
         return body if logprobs is None else {**body, "logprobs": logprobs}
 

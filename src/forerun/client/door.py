@@ -25,7 +25,6 @@ from forerun.terminal_text import printable
 
 Transport = httpx.BaseTransport
 """What carries requests in place of the network, in tests."""
-"""What httpx raises, also within the clients of other packages."""
 _QUOTING = (httpx.InvalidURL, httpx.LocalProtocolError, httpx.UnsupportedProtocol)
 """Errors whose texts quote parts of the request, which may be secret."""
 _CONNECT_S = 10.0

@@ -37,7 +37,8 @@ from forerun.sampling.history import History, RowHistory
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.theory.acceptance import AcceptanceCounts, distinct_ngram_share, first_repeat
 from forerun.theory.cost import CostTable
-from forerun.theory.intervals import Interval, bootstrap_ratio, divide
+from forerun.theory.figures import Figures, Group, resample_ratio, summarise_groups
+from forerun.theory.intervals import Interval, divide
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree
 
@@ -56,8 +57,8 @@ class EvaluationPrompt:
     response_ids: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedPrompt:
+@dataclass(slots=True, kw_only=True)
+class JudgedPrompt(Group):
     """The results of a draft on one prompt.
 
     Only steps that could draft all K tokens count, so that tau is 1 + the sum of beta: neither the
@@ -70,33 +71,14 @@ class JudgedPrompt:
     """
 
     tag: str
-    acceptance: AcceptanceCounts
     num_context_tokens: int
-    num_tokens: int
     looped: bool
     distinct_4gram_share: float
-    alphas: tuple[float, ...]
-
-
-def over_prompts(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    bounds: tuple[float, float],
-    *,
-    seed: int,
-) -> Interval | None:
-    seen = [pair for pair in zip(numerators, denominators, strict=True) if pair[1] > 0]
-    if not seen:
-        return None
-    above, below = zip(*seen, strict=True)
-    if len(seen) == 1:
-        return Interval(estimate=above[0] / below[0], low=bounds[0], high=bounds[1])
-    return bootstrap_ratio(above, below, seed=seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictedSpeedup:
-    """Predicted speedup of speculative over plain decoding.
+class PredictedSpeedup(Interval):
+    """Predicted speedup of speculative over plain decoding at the K of the judgement.
 
     Attributes:
         num_speculative_tokens: the K in 0..max of highest speedup; 0 if drafting costs more
@@ -109,10 +91,6 @@ class PredictedSpeedup:
     num_speculative_tokens: int
     best: Interval
     per_k: tuple[Interval, ...]
-
-    @property
-    def at_max_k(self) -> Interval:
-        return self.per_k[-1]
 
     @property
     def best_drafting(self) -> float:
@@ -136,21 +114,18 @@ def predicted_speedup(
     if any(kappa.low <= 0 for kappa in kappas):
         return None
     even, odd = prompts[::2], prompts[1::2]
-    chosen = [_best_k(odd or even, kappas), _best_k(even, kappas)]
-    best_k = _best_k(prompts, kappas)
-    best = _speedup(prompts, [chosen[i % 2] for i in range(len(prompts))], kappas, seed)
+    chosen = [_choose_k(odd or even, kappas), _choose_k(even, kappas)]
+    best_k = _choose_k(prompts, kappas)
+    best = _predict(prompts, [chosen[i % 2] for i in range(len(prompts))], kappas, seed)
     if best_k == 0 or best.estimate < 1.0:  # plain decoding is always possible
         best_k, best = 0, Interval(estimate=1.0, low=1.0, high=1.0)
+    per_k = tuple(_predict(prompts, [k] * len(prompts), kappas, seed) for k in range(1, max_k + 1))
     return PredictedSpeedup(
-        num_speculative_tokens=best_k,
-        best=best,
-        per_k=tuple(
-            _speedup(prompts, [k] * len(prompts), kappas, seed) for k in range(1, max_k + 1)
-        ),
+        **asdict(per_k[-1]), num_speculative_tokens=best_k, best=best, per_k=per_k
     )
 
 
-def _best_k(prompts: Sequence[JudgedPrompt], kappas: Sequence[Interval]) -> int:
+def _choose_k(prompts: Sequence[JudgedPrompt], kappas: Sequence[Interval]) -> int:
     """Return the K with the highest predicted speedup; the smallest K in a tie."""
 
     def speedup(k: int) -> float:
@@ -160,13 +135,13 @@ def _best_k(prompts: Sequence[JudgedPrompt], kappas: Sequence[Interval]) -> int:
     return max(range(len(kappas)), key=speedup)
 
 
-def _speedup(
+def _predict(
     prompts: Sequence[JudgedPrompt], ks: Sequence[int], kappas: Sequence[Interval], seed: int
 ) -> Interval:
     """Return the predicted speedup over plain decoding, where every prompt has its own K."""
     counts = [prompt.acceptance for prompt in prompts]
     used = [kappas[k] for k in ks]
-    found = over_prompts(
+    found = resample_ratio(
         [count.with_chains_of(k).num_emitted for count, k in zip(counts, ks, strict=True)],
         [count.num_steps * cost.estimate for count, cost in zip(counts, used, strict=True)],
         (min(1 / cost.estimate for cost in used), max((1 + k) / kappas[k].estimate for k in ks)),
@@ -182,29 +157,20 @@ def _speedup(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptanceFigures:
+class AcceptanceFigures(Figures):
     """Figures of a draft over some prompts, with 95% intervals over prompts.
 
+    alpha is teacher-forced over the target's own responses, by the rule deployed: the sum of
+    min(target, draft), which for greedy drafts is the target's probability of the draft's most
+    likely token.
+
     Attributes:
-        num_steps: that could draft all K tokens.
-        acceptance_length: tau; None where no step drafted.
-        acceptance_rate_per_position: beta, for positions 1 to K.
-        acceptance_probability: alpha, teacher-forced over the target's own responses, by the rule
-            deployed: sum of min(target, draft), which for greedy drafts is the target's
-            probability of the draft's most likely token. None for drafters without a model.
         looped_share: completions that were cut where they began to loop.
         distinct_4gram_share: mean over completions, up to there.
     """
 
-    num_prompts: int
-    num_steps: int
-    num_tokens: int
-    acceptance_length: Interval | None
-    acceptance_rate_per_position: tuple[Interval, ...]
-    acceptance_probability: Interval | None
     looped_share: float
     distinct_4gram_share: float
-    mean_context: float
     speedup: PredictedSpeedup | None
 
 
@@ -258,50 +224,15 @@ def _build_figures(
     *,
     seed: int,
 ) -> AcceptanceFigures:
-    counts = [prompt.acceptance for prompt in prompts]
-    num_steps = sum(count.num_steps for count in counts)
-    contexts = sum(prompt.num_context_tokens for prompt in prompts)
-    alpha = over_prompts(
-        [sum(prompt.alphas) for prompt in prompts],
-        [len(prompt.alphas) for prompt in prompts],
-        (0.0, 1.0),
-        seed=seed,
-    )
+    figures = summarise_groups(prompts, partial(resample_ratio, seed=seed))
     speedup = None
     if costs is not None:
         speedup = predicted_speedup(prompts, costs, num_speculative_tokens, seed=seed)
     return AcceptanceFigures(
-        num_prompts=len(prompts),
-        num_steps=num_steps,
-        num_tokens=sum(prompt.num_tokens for prompt in prompts),
-        acceptance_length=over_prompts(
-            [count.num_emitted for count in counts],
-            [count.num_steps for count in counts],
-            (1.0, 1.0 + num_speculative_tokens),
-            seed=seed,
-        ),
-        acceptance_rate_per_position=_acceptance_by_position(prompts, num_speculative_tokens, seed),
-        acceptance_probability=alpha,
+        **figures.fields | {"speedup": speedup},
         looped_share=mean(float(prompt.looped) for prompt in prompts),
         distinct_4gram_share=mean(prompt.distinct_4gram_share for prompt in prompts),
-        mean_context=contexts / num_steps if num_steps else 0.0,
-        speedup=speedup,
     )
-
-
-def _acceptance_by_position(
-    prompts: Sequence[JudgedPrompt], num_speculative_tokens: int, seed: int
-) -> tuple[Interval, ...]:
-    """Return the share of steps accepted through each position that was drafted (beta)."""
-    found = []
-    for position in range(1, num_speculative_tokens + 1):
-        counts = [p.acceptance for p in prompts if p.acceptance.max_depth >= position]
-        accepted = [each.accepted_per_position[position - 1] for each in counts]
-        drafted = [each.drafted_per_position[position - 1] for each in counts]
-        interval = over_prompts(accepted, drafted, (0.0, 1.0), seed=seed)
-        if interval is not None:
-            found.append(interval)
-    return tuple(found)
 
 
 Finding = Literal["higher", "lower", "no difference shown"]
@@ -343,29 +274,22 @@ def changes(before: DraftFigures, after: DraftFigures) -> tuple[FigureChange, ..
             )
     if [prompt.tag for prompt in before.prompts] != [prompt.tag for prompt in after.prompts]:
         raise ValueError("the two drafts were not judged on the same prompts")
-    pairs: list[tuple[str | None, AcceptanceFigures, AcceptanceFigures]]
-    pairs = [(None, before.overall, after.overall)]
+    pairs: dict[str | None, tuple[AcceptanceFigures, AcceptanceFigures]]
+    pairs = {None: (before.overall, after.overall)}
     if len(before.by_tag) > 1:
-        pairs += [(tag, before.by_tag[tag], after.by_tag[tag]) for tag in before.by_tag]
-    return tuple(change for pair in pairs for change in compare_figures(*pair))
+        pairs |= {tag: (before.by_tag[tag], after.by_tag[tag]) for tag in before.by_tag}
+    return tuple(
+        FigureChange(figure=name, tag=tag, before=first, after=second)
+        for tag, pair in pairs.items()
+        for name in ("acceptance_length", "acceptance_probability", "speedup")
+        if (first := _find_interval(pair[0], name)) is not None
+        and (second := _find_interval(pair[1], name)) is not None
+    )
 
 
-def compare_figures(
-    tag: str | None, before: AcceptanceFigures, after: AcceptanceFigures
-) -> Iterator[FigureChange]:
-    """Yield the comparison of each figure that is known for both drafts."""
-    pairs = {
-        "acceptance_length": (before.acceptance_length, after.acceptance_length),
-        "acceptance_probability": (before.acceptance_probability, after.acceptance_probability),
-        "speedup": (_at_max_k(before), _at_max_k(after)),
-    }
-    for figure, (first, second) in pairs.items():
-        if first is not None and second is not None:
-            yield FigureChange(figure=figure, tag=tag, before=first, after=second)
-
-
-def _at_max_k(figures: AcceptanceFigures) -> Interval | None:
-    return None if figures.speedup is None else figures.speedup.at_max_k
+def _find_interval(figures: AcceptanceFigures, name: str) -> Interval | None:
+    found: Interval | None = getattr(figures, name)
+    return found.per_k[-1] if isinstance(found, PredictedSpeedup) else found
 
 
 CHUNK = 256
@@ -612,10 +536,10 @@ class Judge:
         engine.observers[:] = [EmittedRecords(lambda r: steps[r.request_id].append(r))]
         chosen = evenly_spaced(len(self.prompts), max_prompts)
         prompts = [self.prompts[index].prompt_ids for index in chosen]
-        outputs = engine.generate(prompts, [self._params_for(index) for index in chosen])
-        alphas = self._alphas(engine, draft, chosen)
+        outputs = engine.generate(prompts, [self._build_params(index) for index in chosen])
+        alphas = self._score(engine, draft, chosen)
         judged = [
-            _judged_prompt(
+            _build_judged(
                 self.prompts[index].tag,
                 output,
                 steps[output.request_id],
@@ -638,14 +562,14 @@ class Judge:
         missing = [index for index in chosen if self.prompts[index].response_ids is None]
         outputs = alone(self.engine).generate(
             [self.prompts[index].prompt_ids for index in missing],
-            [self._params_for(index) for index in missing],
+            [self._build_params(index) for index in missing],
         )
         for index, output in zip(missing, outputs, strict=True):
             answered = replace(self.prompts[index], response_ids=output.token_ids)
             self.prompts[index] = answered
         return [self.prompts[index].response_ids or () for index in chosen]
 
-    def _alphas(
+    def _score(
         self, engine: Engine, draft: str | Path | Drafter, chosen: Sequence[int]
     ) -> list[tuple[float, ...]]:
         scored = _choose_scorer(engine, draft)
@@ -663,7 +587,7 @@ class Judge:
             for index, response in zip(chosen, self.responses(chosen), strict=True)
         ]
 
-    def _params_for(self, index: int) -> SamplingParams:
+    def _build_params(self, index: int) -> SamplingParams:
         """Return the deployed parameters with a seed per prompt and the same verifier."""
         params = replace(self.params, n=1, logprobs=None)
         if params.greedy or params.seed is not None:
@@ -685,7 +609,7 @@ def alone(engine: Engine) -> Engine:
     )
 
 
-def _judged_prompt(
+def _build_judged(
     tag: str,
     output: RequestOutput,
     records: Sequence[StepRecord],

@@ -16,8 +16,7 @@ import msgspec
 from forerun.atomic_write import atomic_write
 from forerun.bounded_read import read_json
 from forerun.errors import InvalidProfile, InvalidRequest, UnreadableInput
-from forerun.plan.costs import DraftCosts
-from forerun.theory.cost import CostLine, CostTable, ReadingCost
+from forerun.theory.cost import CostLine, CostTable, DraftCosts, ReadingCost
 from forerun.theory.intervals import Interval
 
 

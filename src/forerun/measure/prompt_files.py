@@ -180,9 +180,9 @@ def entries_of(source: Path) -> Iterator[PromptEntry]:
         yield from texts_of(source)
         return
     readers: dict[str, Callable[[Path], Rows]] = {
-        ".json": _json_rows,
+        ".json": _read_json_rows,
         ".jsonl": lambda file: ((f"{file}:{n}", row) for n, row in json_lines(file, STREAM)),
-        ".parquet": _parquet_rows,
+        ".parquet": _read_parquet_rows,
     }
     if source.suffix not in readers:
         raise InvalidRequest(
@@ -193,7 +193,7 @@ def entries_of(source: Path) -> Iterator[PromptEntry]:
         yield _build_entry(row, where)
 
 
-def _json_rows(file: Path) -> Rows:
+def _read_json_rows(file: Path) -> Rows:
     """Yield the entries of a JSON list, which is the file itself or the only list in its object."""
     values = read_json(file)
     if isinstance(values, Mapping):
@@ -207,7 +207,7 @@ def _json_rows(file: Path) -> Rows:
         yield f"{file}, record {number}", {"prompt": row} if isinstance(row, str) else row
 
 
-def _parquet_rows(file: Path) -> Rows:
+def _read_parquet_rows(file: Path) -> Rows:
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
 
@@ -249,14 +249,14 @@ def _build_entry(row: object, where: str) -> PromptEntry:
     if not isinstance(row, Mapping):
         raise InvalidRequest(f'{where} is no object with a "prompt" or "messages"')
     # Rows of a table have every column; those without a value are null.
-    fields = _own_form({name: row[name] for name in FIELDS if row.get(name) is not None}, where)
+    fields = _convert_form({name: row[name] for name in FIELDS if row.get(name) is not None}, where)
     if sum(name in fields for name in OWN_FIELDS) != 1:
         raise InvalidRequest(
             f'{where} must have one of "prompt", "text" and "messages", or be a record of ShareGPT '
             '("conversations")'
         )
     messages = fields.pop("messages", None)
-    ids = {name: _checked_ids(fields.pop(name, []), name, where) for name in ID_FIELDS}
+    ids = {name: _check_ids(fields.pop(name, []), name, where) for name in ID_FIELDS}
     if ids["token_ids"] and not ids["prompt_ids"]:
         raise InvalidRequest(f'{where} has "token_ids" without the "prompt_ids" they follow')
     for name, value in fields.items():
@@ -265,14 +265,14 @@ def _build_entry(row: object, where: str) -> PromptEntry:
     return PromptEntry(
         where=where,
         text=fields.get("prompt", fields.get("text")),
-        messages=() if messages is None else _checked_messages(messages, where),
+        messages=() if messages is None else _check_messages(messages, where),
         response=fields.get("response"),
         tag=fields.get("tag", ""),
         **ids,
     )
 
 
-def _checked_ids(ids: object, name: str, where: str) -> tuple[int, ...]:
+def _check_ids(ids: object, name: str, where: str) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(
         isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids
     ):
@@ -280,7 +280,7 @@ def _checked_ids(ids: object, name: str, where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the fields of a record, the conversation of a ShareGPT record as messages."""
     own = dict(fields)
     turns = own.pop("conversations", None)
@@ -298,7 +298,7 @@ def _own_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     return own
 
 
-def _checked_messages(messages: object, where: str) -> tuple[Message, ...]:
+def _check_messages(messages: object, where: str) -> tuple[Message, ...]:
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest(f'{where}: "messages" must be a list of messages, not empty')
     checked: list[Message] = []

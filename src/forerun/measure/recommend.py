@@ -109,7 +109,7 @@ class DraftTrial:
         return (
             found is not None
             and found.disturbance is None
-            and found.num_blocks >= MIN_BLOCKS
+            and found.num_groups >= MIN_BLOCKS
             and (found.speedup.is_above(1.0) and found.speedup.estimate >= LEAST_GAIN)
         )
 
@@ -228,7 +228,7 @@ def recommend(
         InvalidModel: the target cannot be loaded.
         InvalidRequest: no prompt or no draft can be used, or a setting is out of range.
     """
-    missing = _missing(config.drafts)
+    missing = _find_missing(config.drafts)
     at_hand = config.drafts or drafts_at_hand(config.target, config.device)
     drafts = [draft for draft in at_hand if draft not in missing]
     if not drafts:
@@ -259,7 +259,7 @@ def recommend(
         reasons = "; ".join(f"{trial.draft}: {trial.failure}" for trial in trials)
         raise InvalidRequest(f"none of the drafts can be used: {reasons or ', '.join(drafts)}")
     trials.sort(key=lambda trial: -trial.expected)
-    plain = [_seconds(record) for record in steps if not record.k_budget]
+    plain = [record.cycle_s for record in steps if not record.k_budget]
     return Recommendation(
         target=config.target,
         temperature=config.temperature,
@@ -269,7 +269,7 @@ def recommend(
     )
 
 
-def _missing(drafts: Sequence[str]) -> dict[str, str]:
+def _find_missing(drafts: Sequence[str]) -> dict[str, str]:
     """Return why drafts cannot be found, by name, before anything is loaded or decoded."""
     reasons: dict[str, str] = {}
     for draft in drafts:
@@ -378,14 +378,14 @@ def _try(
     trial = DraftTrial(
         draft=draft,
         method=drafter.method,
-        num_parameters=_parameters(drafter, target),
+        num_parameters=_count_parameters(drafter, target),
         depths=depths,
         measured=rows[1] if rows else None,
     )
     return trial, steps
 
 
-def _parameters(drafter: object, target: Engine) -> int | None:
+def _count_parameters(drafter: object, target: Engine) -> int | None:
     """Return the parameters of a draft model; None for a drafter that reads the target's own."""
     model = drafter.model if isinstance(drafter, DraftModel) else None
     return None if model is None or model is target.target else model.num_parameters
@@ -393,10 +393,10 @@ def _parameters(drafter: object, target: Engine) -> int | None:
 
 def _figures(records: Sequence[StepRecord]) -> Iterable[DepthFigures]:
     """Yield the figures of every K that was tried in enough steps."""
-    plain_s = _tokens_and_seconds(records, 0)[1]
+    plain_s = _measure_depth(records, 0)[1]
     for k in DEPTHS[1:]:
         if sum(record.k_budget == k for record in records) >= LEAST_STEPS and plain_s > 0.0:
-            tokens, step_s = _tokens_and_seconds(records, k)
+            tokens, step_s = _measure_depth(records, k)
             yield DepthFigures(
                 num_speculative_tokens=k,
                 acceptance_length=tokens,
@@ -405,7 +405,7 @@ def _figures(records: Sequence[StepRecord]) -> Iterable[DepthFigures]:
             )
 
 
-def _tokens_and_seconds(records: Sequence[StepRecord], k: int) -> tuple[float, float]:
+def _measure_depth(records: Sequence[StepRecord], k: int) -> tuple[float, float]:
     """Return tokens per step with K, and seconds of such a step.
 
     A position counts as accepted or not in every step whose K reached it, also where the drafter
@@ -419,11 +419,7 @@ def _tokens_and_seconds(records: Sequence[StepRecord], k: int) -> tuple[float, f
     # A step whose drafter found nothing takes longer than a plain one.
     times: dict[tuple[int, bool], list[float]] = defaultdict(list)
     for record in records:
-        times[record.num_drafted, record.k_budget > 0].append(_seconds(record))
+        times[record.num_drafted, record.k_budget > 0].append(record.cycle_s)
     drafted = [(record.num_drafted, k > 0) for record in records if record.k_budget == k]
     middle = {kind: median(times[kind]) for kind in set(drafted)}
     return tokens, sum(middle[kind] for kind in drafted) / len(drafted) if drafted else 0.0
-
-
-def _seconds(record: StepRecord) -> float:
-    return record.draft_s + record.verify_s + record.other_s

@@ -66,7 +66,14 @@ from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash, cpu_model, num_cores
 from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
-from forerun.theory.cost import CostLine, CostReading, CostTable, ReadingCost, interpolate
+from forerun.theory.cost import (
+    CostLine,
+    CostReading,
+    CostTable,
+    ReadingCost,
+    combine,
+    interpolate,
+)
 from forerun.theory.intervals import Interval, median_interval
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree
@@ -483,7 +490,7 @@ class PassRig:
         pass costs among the other work of a step is seen in whole steps.
         """
         slots = self._slots[: cell.batch]
-        work = self._work(cell, slots)
+        work = self._prepare(cell, slots)
         seconds = []
         for _ in range(1 + NUM_TIMED):
             seconds.append(self.stopwatch.seconds(work))
@@ -491,39 +498,39 @@ class PassRig:
                 self.model.store.commit(slot, ())
         return {cell: seconds[1:]}
 
-    def _work(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
+    def _prepare(self, cell: ProfileCell, slots: Sequence[int]) -> Callable[[], object]:
         start, model = self.prefix.num_tokens, self.model
         if cell.quantity is Quantity.DRAFT_CHAIN:
             batch = pack_rows(model, slots, start, 1)
             return lambda: model.greedy_chain(batch, cell.size, model.vocab_size)
         if cell.quantity is Quantity.TARGET_PASS:
-            batch = self._verified_rows(slots, num_nodes=cell.size - 1)
+            batch = self._pack_verified(slots, num_nodes=cell.size - 1)
         else:
             slots = slots if cell.quantity is Quantity.DRAFT_PASS else slots[:1]
             batch = pack_rows(model, slots, start, cell.size)
         return lambda: model.forward(batch)
 
-    def _verified_rows(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
+    def _pack_verified(self, slots: Sequence[int], num_nodes: int) -> RowBatch:
         """Return rows of the pending token and a drafted chain per sequence, all with logits."""
         tree = TokenTree.chain(num_nodes)
         start = self.prefix.num_tokens
         spans = [Span(slot=slot, start=start, num_chain=1, tree=tree) for slot in slots]
         num_rows = len(slots) * (1 + num_nodes)
-        tokens = torch.tensor(_some_tokens(num_rows, self.model.vocab_size), dtype=torch.int64)
+        tokens = torch.tensor(_make_tokens(num_rows, self.model.vocab_size), dtype=torch.int64)
         return pack(spans, tokens, range(num_rows), self.model.device)
 
 
 def pack_rows(model: LanguageModel, slots: Sequence[int], start: int, num_rows: int) -> RowBatch:
     """Return a pass over the next tokens of every slot, with logits for each slot's last token."""
     spans = [Span(slot=slot, start=start, num_chain=num_rows) for slot in slots]
-    tokens = torch.tensor(_some_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
+    tokens = torch.tensor(_make_tokens(len(slots) * num_rows, model.vocab_size), dtype=torch.int64)
     last = [(place + 1) * num_rows - 1 for place in range(len(slots))]
     return pack(spans, tokens, last, model.device)
 
 
 def prefixes(model: LanguageModel, contexts: Sequence[int]) -> Mapping[int, KVPrefix]:
     """Return KV prefixes of one sequence, by length."""
-    ids = _some_tokens(max(contexts), model.vocab_size)
+    ids = _make_tokens(max(contexts), model.vocab_size)
     context = Context(model.store, ids)
     try:
         while context.num_pending:
@@ -537,7 +544,7 @@ def prefixes(model: LanguageModel, contexts: Sequence[int]) -> Mapping[int, KVPr
         context.close()
 
 
-def _some_tokens(num_tokens: int, vocab_size: int) -> list[int]:
+def _make_tokens(num_tokens: int, vocab_size: int) -> list[int]:
     return [STRIDE * (i + 1) % vocab_size for i in range(num_tokens)]
 
 
@@ -556,14 +563,14 @@ class FedHead(WrappedModel):
         self._feature = torch.ones((1, layers, width), dtype=dtype, device=head.device)
 
     def forward(self, batch: RowBatch) -> ModelOutput:
-        return self._head.forward(self._fed(batch))
+        return self._head.forward(self._add_features(batch))
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
-        return self._head.greedy_chain(self._fed(batch), num_tokens, vocab_size)
+        return self._head.greedy_chain(self._add_features(batch), num_tokens, vocab_size)
 
-    def _fed(self, batch: RowBatch) -> HeadBatch:
+    def _add_features(self, batch: RowBatch) -> HeadBatch:
         features = self._feature.repeat(len(batch.tokens), 1, 1)
         return HeadBatch.of(batch, self._head.fuse(features))
 
@@ -641,17 +648,17 @@ class EngineRig:
         Costs of speculative steps are reported in plain steps, so plain steps are measured
         directly after them: the speed of the machine drifts.
         """
-        found = dict(self._steps(cell))
+        found = dict(self._run_steps(cell))
         if cell.size:
-            found |= self._steps(replace(cell, size=0))
+            found |= self._run_steps(replace(cell, size=0))
         return found
 
-    def _steps(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
+    def _run_steps(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         pair = self.pair
         config = replace(
             pair.engine, num_speculative_tokens=cell.size, sharing="none", controller="fixed"
         )
-        if self._room(cell) < MOST_STEPS:
+        if self._count_room(cell) < MOST_STEPS:
             config = replace(config, cycles_per_call=1)
         drafter = pair.drafter if cell.size else None
         if drafter is not None and not pair.reads_ids:
@@ -670,14 +677,14 @@ class EngineRig:
                 unread -= {chunk.request_id for chunk in engine.step()}
             self._warm_up(engine, cell)
             while len(times) < NUM_STEPS and engine.has_unfinished:
-                times += self._timed(engine)
+                times += self._time_steps(engine)
         finally:
             for request_id in requests:
                 engine.abort(request_id)
         outside = replace(step, quantity=OVERHEAD_OF[step.quantity])
         return {step: [total for total, _ in times], outside: [rest for _, rest in times]}
 
-    def _timed(self, engine: Engine) -> list[tuple[float, float]]:
+    def _time_steps(self, engine: Engine) -> list[tuple[float, float]]:
         """Return the seconds of the steps of one call, and of each without draft and target pass.
 
         What the call takes beyond its steps is divided among them.
@@ -694,12 +701,12 @@ class EngineRig:
         """Return a text that repeats, which copies and other tokenizers can draft, or any ids."""
         pair = self.pair
         if pair.drafter is None or pair.reads_ids:
-            return _some_tokens(cell.context, pair.target.vocab_size)
+            return _make_tokens(cell.context, pair.target.vocab_size)
         per_sentence = max(1, len(pair.tokenizer.encode(REPEATED)) - 2)  # without special tokens
         text = REPEATED * (1 + cell.context // per_sentence)
         return pair.tokenizer.encode(text)[: cell.context]
 
-    def _room(self, cell: ProfileCell) -> int:
+    def _count_room(self, cell: ProfileCell) -> int:
         """Return for how many steps the context has room if each accepts everything."""
         models = (self.pair.target, self.pair.draft)
         most = min(model.max_context for model in models if model is not None)
@@ -707,7 +714,7 @@ class EngineRig:
 
     def _warm_up(self, engine: Engine, cell: ProfileCell) -> None:
         """Run steps until memory and kernel caches are warm, within the room of the context."""
-        most = max(NUM_WARM_STEPS, self._room(cell) - NUM_STEPS - SPARE_STEPS)
+        most = max(NUM_WARM_STEPS, self._count_room(cell) - NUM_STEPS - SPARE_STEPS)
         clock = self.stopwatch.clock
         begun_s, begun = clock(), engine.stats().num_steps
         while (num_steps := engine.stats().num_steps - begun) < min(most, MOST_WARM_STEPS):
@@ -734,33 +741,32 @@ def cost_table(found: Estimates, *, sampled: bool) -> CostTable:
     places = {(c.batch, c.context) for c in found if c.quantity is Quantity.TARGET_PASS}
     (shortest,) = {c.context for c in found if c.quantity is Quantity.GREEDY_STEP}
     lines = {
-        place: _without_overhead(found, *place, shortest, sampled=sampled)
-        for place in sorted(places)
+        place: _build_line(found, *place, shortest, sampled=sampled) for place in sorted(places)
     }
     return CostTable(
         lines=tuple(
-            _with_overhead(line, lines[batch, shortest], found, sampled=sampled)
+            _add_overhead(line, lines[batch, shortest], found, sampled=sampled)
             for (batch, _), line in lines.items()
         )
     )
 
 
-def _without_overhead(
+def _build_line(
     found: Estimates, batch: int, context: int, shortest: int, *, sampled: bool
 ) -> CostLine:
     """Return the costs at one batch size and context, without the overhead outside both models."""
-    plain, steps = _whole_steps(found, batch, shortest, sampled=sampled)
+    plain, steps = _read_steps(found, batch, shortest, sampled=sampled)
     passes = readings(found, Quantity.TARGET_PASS, batch, context)
     short_passes = readings(found, Quantity.TARGET_PASS, batch, shortest)
     if context != shortest:
-        plain = total(plain, passes[1], less(short_passes[1]))
+        plain = combine([1, 1, -1], [plain, passes[1], short_passes[1]])
     chain = drafting(found, batch, shortest, steps, sampled=sampled)
     beyond = {
-        k: total(step, less(chain[k]), less(_at_size(short_passes, k + 1)))
+        k: combine([1, -1, -1], [step, chain[k], _interpolate_size(short_passes, k + 1)])
         for k, step in steps.items()
     }
     chains = drafting(found, batch, context, steps, sampled=sampled)
-    draft = total(slope_of(chains), slope_of(beyond))
+    draft = combine([1, 1], [slope_of(chains), slope_of(beyond)])
     return CostLine(
         batch=batch,
         context=context,
@@ -774,7 +780,7 @@ def _without_overhead(
     )
 
 
-def _with_overhead(
+def _add_overhead(
     line: CostLine, shortest: CostLine, found: Estimates, *, sampled: bool
 ) -> CostLine:
     """Return the costs at one context with the overhead outside both models added.
@@ -784,7 +790,7 @@ def _with_overhead(
     steps were measured on arbitrary tokens, of which none is accepted; a head that reads accepted
     tokens again is charged for half of K.
     """
-    _, steps = _whole_steps(found, line.batch, shortest.context, sampled=sampled)
+    _, steps = _read_steps(found, line.batch, shortest.context, sampled=sampled)
     if not steps:
         return line  # of plain decoding
     here, there = (
@@ -806,7 +812,9 @@ def _with_overhead(
 
 def _catch_up_s(found: Estimates, batch: int, context: int, k: int) -> float:
     passes = readings(found, Quantity.DRAFT_PASS, batch, context)
-    return max(0.0, _at_size(passes, 1 + k / 2).s - passes[1].s) if len(passes) > 1 else 0.0
+    return (
+        max(0.0, _interpolate_size(passes, 1 + k / 2).s - passes[1].s) if len(passes) > 1 else 0.0
+    )
 
 
 def reading_cost(found: Estimates) -> ReadingCost | None:
@@ -829,7 +837,7 @@ def reading_cost(found: Estimates) -> ReadingCost | None:
     )
 
 
-def _whole_steps(
+def _read_steps(
     found: Estimates, batch: int, context: int, *, sampled: bool
 ) -> tuple[CostReading, dict[int, CostReading]]:
     quantity = Quantity.SAMPLED_STEP if sampled else Quantity.GREEDY_STEP
@@ -852,7 +860,7 @@ def drafting(
     return {k: chains.get(k, CostReading(0.0)) for k in ks}
 
 
-def _at_size(points: Mapping[int, CostReading], size: float) -> CostReading:
+def _interpolate_size(points: Mapping[int, CostReading], size: float) -> CostReading:
     return interpolate(list(points), list(points.values()), size)
 
 
@@ -864,17 +872,6 @@ def readings(
         interval = found[ProfileCell(quantity, batch, context, size)]
         result[size] = CostReading(interval.estimate, (interval.high - interval.low) / 2)
     return result
-
-
-def total(*times: CostReading) -> CostReading:
-    return CostReading(
-        s=math.fsum(reading.s for reading in times),
-        error_s=math.hypot(*(reading.error_s for reading in times)),
-    )
-
-
-def less(time: CostReading) -> CostReading:
-    return CostReading(-time.s, time.error_s)
 
 
 def slope_of(points: Mapping[int, CostReading]) -> CostReading:
@@ -889,25 +886,18 @@ def slope_of(points: Mapping[int, CostReading]) -> CostReading:
     middle = sum(xs) / len(xs)
     spread = sum((x - middle) ** 2 for x in xs)
     if not spread:
-        return _through_origin(xs, times)
+        return _fit_through_origin(xs, times)
     slope_weights = [(x - middle) / spread for x in xs]
     start_weights = [1 / len(xs) - middle * weight for weight in slope_weights]
-    slope, start = combined(slope_weights, times), combined(start_weights, times)
+    slope, start = combine(slope_weights, times), combine(start_weights, times)
     if slope.s < 0:
         return CostReading(0.0, slope.error_s)
-    return slope if start.s >= 0 else _through_origin(xs, times)
+    return slope if start.s >= 0 else _fit_through_origin(xs, times)
 
 
-def _through_origin(xs: Sequence[int], times: Sequence[CostReading]) -> CostReading:
+def _fit_through_origin(xs: Sequence[int], times: Sequence[CostReading]) -> CostReading:
     square = sum(x * x for x in xs)
-    return combined([x / square for x in xs], times)
-
-
-def combined(weights: Sequence[float], times: Sequence[CostReading]) -> CostReading:
-    return CostReading(
-        s=math.fsum(w * reading.s for w, reading in zip(weights, times, strict=True)),
-        error_s=math.hypot(*(w * r.error_s for w, r in zip(weights, times, strict=True))),
-    )
+    return combine([x / square for x in xs], times)
 
 
 def measure_pair(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import pairwise
 
 from forerun.drafters.config import parse_drafter
 from forerun.errors import InvalidRequest, InvalidTrace
 from forerun.theory.acceptance import AcceptanceCounts
-from forerun.theory.intervals import Interval, normal_interval
+from forerun.theory.intervals import DiscountedRatio, Interval, normal_interval
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.theory.speedup import acceptance_length, constant_survival, survival
 from forerun.trace.files import Item
@@ -42,12 +40,12 @@ class Drafts:
     @property
     def accepted(self) -> AcceptanceCounts:
         """Return acceptance counts by allowed depth; undrafted positions count as rejected."""
-        return self._counts(depth_counts=False)
+        return self._count(depth_counts=False)
 
     @property
     def drafted(self) -> AcceptanceCounts:
         """Return counts like `accepted`, but of drafted instead of accepted tokens."""
-        return self._counts(depth_counts=True)
+        return self._count(depth_counts=True)
 
     def limited(self, num_speculative_tokens: int) -> Drafts:
         """Return the steps that the same texts would take with at most this K.
@@ -71,7 +69,7 @@ class Drafts:
                 found[min(k, allowed - used), min(k, depth - used), left] += n
         return Drafts(found)
 
-    def _counts(self, *, depth_counts: bool) -> AcceptanceCounts:
+    def _count(self, *, depth_counts: bool) -> AcceptanceCounts:
         counts = AcceptanceCounts()
         for (allowed, depth, accepted), n in self.steps.items():
             counts.steps[allowed, depth if depth_counts else accepted] += n
@@ -314,47 +312,15 @@ def counted(requests: Iterable[Drafts]) -> Acceptance:
 
 
 def drafting(requests: Sequence[Drafts], k: int) -> Drafting:
+    """Return the acceptance at K; requests are independent, steps of one request are not."""
     limited = [drafts.limited(k) for drafts in requests]
     pooled = sum(limited, Drafts())
+    survived, ratio = pooled.accepted.survival[:k], DiscountedRatio(1.0)
+    for counts in (drafts.accepted for drafts in limited):
+        ratio.observe(counts.num_steps, counts.num_emitted)
+    error = ratio.relative_error if len(requests) > 1 else 0.0
     return Drafting(
-        survival=pooled.accepted.survival[:k],
+        survival=survived,
         drafted=pooled.drafted.survival[:k],
-        standard_error=standard_error(
-            [drafts.accepted for drafts in limited], pooled.accepted.conditional_acceptance[:k]
-        ),
+        standard_error=error * acceptance_length(survived),
     )
-
-
-def standard_error(requests: Sequence[AcceptanceCounts], alphas: Sequence[float]) -> float:
-    """Return the standard error of tau; requests are independent, steps of one request are not.
-
-    Source: the delta method, clustered by request (Huber 1967).
-    """
-    num_requests, k = len(requests), len(alphas)
-    if num_requests < 2:
-        return 0.0
-    reached = [padded(counts.reached_per_position, k) for counts in requests]
-    accepted = [padded(counts.accepted_per_position, k) for counts in requests]
-    totals = [sum(column) for column in zip(*reached, strict=True)]
-    weights = [
-        slope / total if total else 0.0 for slope, total in zip(slopes(alphas), totals, strict=True)
-    ]
-    influences = [
-        sum(w * (a - p * r) for w, a, p, r in zip(weights, its, alphas, of, strict=True))
-        for its, of in zip(accepted, reached, strict=True)
-    ]
-    spread = math.fsum(influence * influence for influence in influences)
-    return math.sqrt(num_requests / (num_requests - 1) * spread)
-
-
-def padded(counts: Sequence[int], length: int) -> list[int]:
-    """Return the first `length` counts, with zeros where a request drafted less deep."""
-    return [*counts[:length], *[0] * (length - len(counts))]
-
-
-def slopes(alphas: Sequence[float]) -> list[float]:
-    before = [1.0, *accumulate(alphas[:-1], mul)]
-    follows = [1.0]
-    for alpha in reversed(alphas[1:]):
-        follows.append(1.0 + alpha * follows[-1])
-    return [b * f for b, f in zip(before, reversed(follows), strict=True)]

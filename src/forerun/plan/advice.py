@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from forerun.errors import InvalidProfile, InvalidRequest, Range, check_ranges
 from forerun.plan.acceptance import Acceptance
-from forerun.plan.costs import with_batches
-from forerun.theory.cost import CostTable
+from forerun.theory.cost import CostTable, with_batches
 from forerun.theory.intervals import Interval, divide
 from forerun.theory.speedup import break_even_alpha, break_even_rate
 
@@ -93,7 +92,7 @@ def option_at(
         raise InvalidProfile(
             f"the profile with {candidate.name} is too rough at batch {batch}: a cycle at K={k} "
             f"takes {kappa.low:.2f} to {kappa.high:.2f} plain steps; "
-            + _advice_on(table.contexts[-1], context)
+            + _suggest(table.contexts[-1], context)
         )
     tpot_s = table.plain_step_s(context, batch) * kappa.estimate / tau.estimate
     return Option(
@@ -108,7 +107,7 @@ def option_at(
     )
 
 
-def _advice_on(measured: int, context: int) -> str:
+def _suggest(measured: int, context: int) -> str:
     """Return advice for a cost whose error is too large."""
     if context > measured:
         return f"context {context} is beyond the {measured} it measured: profile with --contexts"

@@ -21,7 +21,6 @@ from forerun.control.costs import DrafterTraits
 from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
 from forerun.errors import InvalidRequest
-from forerun.plan.costs import DraftCosts
 from forerun.plan.workload import (
     SimulatedDraw,
     Workload,
@@ -32,7 +31,7 @@ from forerun.plan.workload import (
     number_phases,
     uniforms,
 )
-from forerun.theory.cost import CostTable, ReadingCost
+from forerun.theory.cost import CostTable, DraftCosts, ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.theory.tree import TokenTree, static_tree
 
@@ -242,7 +241,7 @@ class Times:
     """Holds cycle times by batch size and bucket of contexts, and the costs of reading."""
 
     def __init__(self, table: CostTable, reading: ReadingCost | None = None) -> None:
-        self.reading = reading or _reading_as_verified(table)
+        self.reading = reading or _estimate_reading(table)
         self._at: Callable[[int, int], CycleTimes] = cache(
             lambda batch, context: CycleTimes(table, batch, context)
         )
@@ -253,7 +252,7 @@ class Times:
         return self._at(batch, bucket * CONTEXT_BUCKET + CONTEXT_BUCKET // 2)
 
 
-def _reading_as_verified(table: CostTable) -> ReadingCost:
+def _estimate_reading(table: CostTable) -> ReadingCost:
     """Estimate reading costs by verification of as many rows, which is an upper bound.
 
     The target is taken to read as it verifies, and the draft to read for as much less as a drafted

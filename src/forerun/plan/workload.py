@@ -180,7 +180,7 @@ class Workload(Settings, frozen=True):
             )
         if isinstance(self.arrivals, tuple) and self.arrivals:
             _check_arrivals(self.arrivals, self.requests)
-        longest = sum(_most_tokens(self, name) for name in ("prompt_tokens", "output_tokens"))
+        longest = sum(_find_longest(self, name) for name in ("prompt_tokens", "output_tokens"))
         if longest > self.server.max_context:
             raise InvalidRequest(
                 f"a request may have {longest} tokens, and max_context is "
@@ -204,7 +204,7 @@ def _check_arrivals(times_s: Sequence[float], num_requests: int) -> None:
             )
 
 
-def _most_tokens(workload: Workload, name: str) -> int:
+def _find_longest(workload: Workload, name: str) -> int:
     """Return the largest of some lengths; refuses an empty list and lengths below 1."""
     lengths: Lengths = getattr(workload, name)
     if isinstance(lengths, Uniform | Lognormal):
@@ -230,8 +230,7 @@ def workload_of(
     counts = AcceptanceCounts()
     for item in items:
         if isinstance(item, StepRecord):
-            cycle_s = item.draft_s + item.verify_s + item.other_s
-            first_token_s.setdefault(item.request_id, item.t_s + cycle_s)
+            first_token_s.setdefault(item.request_id, item.t_s + item.cycle_s)
             if item.num_drafted:
                 counts.add(item.depth_drafted, item.num_accepted, num_drafted=item.num_drafted)
         elif isinstance(item, RequestRecord) and item.request_id in first_token_s:

@@ -67,10 +67,10 @@ class Answer:
         """Return the body of a response that is not streamed."""
         body = self.body
         if isinstance(body, CompletionRequest) and body.is_only_scored:
-            outputs = [_without_tokens(output) for output in outputs]
+            outputs = [_remove_tokens(output) for output in outputs]
         choices = [
-            self._choice(place * body.n + completion.index, completion)
-            | self._of_prompt(place, output, completion)
+            self._convert_result(place * body.n + completion.index, completion)
+            | self._describe_prompt(place, output, completion)
             for place, output in enumerate(outputs)
             for completion in output.completions
         ]
@@ -83,19 +83,21 @@ class Answer:
             texts = [{"delta": {"role": "assistant", "content": ""}}] * num_choices
         elif isinstance(self.body, CompletionRequest) and self.body.echo:
             places = range(len(self.body.prompts))
-            texts = [{"text": self._echoed(place)} for place in places for _ in range(self.body.n)]
+            texts = [{"text": self._echo(place)} for place in places for _ in range(self.body.n)]
         return b"".join(
-            event({**self.chunk_head, "choices": [_choice_of(at, text)], **self._usage_so_far(at)})
+            event(
+                {**self.chunk_head, "choices": [_build_choice(at, text)], **self._report_usage(at)}
+            )
             for at, text in enumerate(texts)
         )
 
-    def _echoed(self, place: int) -> str:
+    def _echo(self, place: int) -> str:
         """Return the text of a prompt."""
         assert isinstance(self.body, CompletionRequest)
         prompt = self.body.prompts[place]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
-    def _of_prompt(self, place: int, output: RequestOutput, completion: Completion) -> Json:
+    def _describe_prompt(self, place: int, output: RequestOutput, completion: Completion) -> Json:
         """Return the fields of a choice that concern its prompt, if they are asked for."""
         body = self.body
         if not isinstance(body, CompletionRequest):
@@ -103,27 +105,27 @@ class Answer:
         found: Json = {}
         scored = output.prompt_logprobs
         if body.prompt_logprobs is not None and scored is not None:
-            found["prompt_logprobs"] = [None, *map(self._by_id, scored)]
+            found["prompt_logprobs"] = [None, *map(self._index_by_id, scored)]
         if not body.echo:
             return found
-        prompt = self._echoed(place)
+        prompt = self._echo(place)
         found["text"] = prompt + completion.text
         if completion.logprobs is not None and scored is not None:
             parts = (
-                self._flat_logprobs(scored, Detokenizer(self.tokenizer), output.prompt_token_ids),
-                self._flat_logprobs(completion.logprobs, Detokenizer(self.tokenizer)),
+                self._list_logprobs(scored, Detokenizer(self.tokenizer), output.prompt_token_ids),
+                self._list_logprobs(completion.logprobs, Detokenizer(self.tokenizer)),
             )
             parts[1]["text_offset"] = [len(prompt) + at for at in parts[1]["text_offset"]]
             found["logprobs"] = {name: [*parts[0][name], *parts[1][name]] for name in parts[0]}
         return found
 
-    def _by_id(self, entry: TokenLogprobs) -> Json:
+    def _index_by_id(self, entry: TokenLogprobs) -> Json:
         """Return log-probabilities in the form that vLLM uses for prompts."""
         found = {entry.token_id: {"logprob": entry.logprob, "rank": None}}
         for rank, (token, logprob) in enumerate(entry.top, start=1):
             found[token] = {"logprob": logprob, "rank": rank}
         return {
-            str(token): {**values, "decoded_token": self._text(token)}
+            str(token): {**values, "decoded_token": self._decode_token(token)}
             for token, values in found.items()
         }
 
@@ -132,13 +134,13 @@ class Answer:
         body = self.body
         self._num_tokens[at] = self._num_tokens.get(at, 0) + len(chunk.token_ids)
         extras = body.return_token_ids or body.return_token_sources or chunk.logprobs is not None
-        choice = self._choice(at, chunk)
+        choice = self._convert_result(at, chunk)
         text = choice.get("text", choice.get("delta", {}).get("content"))
         if text == "" and choice["finish_reason"] is None and not extras:
             return b""
-        return event({**self.chunk_head, "choices": [choice], **self._usage_so_far(at)})
+        return event({**self.chunk_head, "choices": [choice], **self._report_usage(at)})
 
-    def _usage_so_far(self, at: int) -> Json:
+    def _report_usage(self, at: int) -> Json:
         """Return the usage of one choice up to now, where each event is to have it."""
         options = self.body.stream_options
         if options is None or not (options.include_usage and options.continuous_usage_stats):
@@ -159,9 +161,9 @@ class Answer:
         """Return the last events of a stream that an error ends."""
         return b"data: " + error_body(message, status) + b"\n\n" + DONE
 
-    def _choice(self, at: int, result: StreamChunk | Completion) -> Json:
+    def _convert_result(self, at: int, result: StreamChunk | Completion) -> Json:
         """Return a choice of the response, or what a chunk adds to it."""
-        content, calls, reason = self._content(at, result.text, result.finish_reason)
+        content, calls, reason = self._split_content(at, result.text, result.finish_reason)
         text: Json = {"text": content}
         if self.is_chat and isinstance(result, StreamChunk):
             text = {"delta": {"content": content} if content or not calls else {}}
@@ -173,12 +175,12 @@ class Answer:
                 for call in calls:
                     del call["index"]  # a field of streams
                 text["message"] |= {"content": content or None, "tool_calls": calls}
-        choice = _choice_of(at, text, reason, result.stop_reason)
+        choice = _build_choice(at, text, reason, result.stop_reason)
         if result.logprobs is not None:
-            choice["logprobs"] = self._logprobs(at, result.logprobs)
-        return choice | self._tokens(result)
+            choice["logprobs"] = self._convert_logprobs(at, result.logprobs)
+        return choice | self._list_tokens(result)
 
-    def _content(
+    def _split_content(
         self, at: int, text: str, finish_reason: str | None
     ) -> tuple[str, list[Json], str | None]:
         """Return plain text, tool calls and finish reason of new text of one choice."""
@@ -196,38 +198,40 @@ class Answer:
         is_call = finish_reason == "stop" and parser.num_calls > 0
         return content, calls, "tool_calls" if is_call else finish_reason
 
-    def _tokens(self, result: StreamChunk | Completion) -> Json:
+    def _list_tokens(self, result: StreamChunk | Completion) -> Json:
         """Return the fields of each token that the request asks for besides the text."""
         found: Json = {}
         if self.body.return_token_ids:
             found["token_ids"] = result.token_ids
         if self.body.return_token_sources:
             found["token_sources"] = [source.value for source in result.sources]
-            found["token_texts"] = [self._text(token) for token in result.token_ids]
+            found["token_texts"] = [self._decode_token(token) for token in result.token_ids]
         return found
 
-    def _logprobs(self, at: int, entries: Sequence[TokenLogprobs]) -> Json:
+    def _convert_logprobs(self, at: int, entries: Sequence[TokenLogprobs]) -> Json:
         if self.is_chat:
-            return self._chat_logprobs(entries)
+            return self._convert_chat_logprobs(entries)
         so_far = self._texts.setdefault(at, Detokenizer(self.tokenizer))
-        return self._flat_logprobs(entries, so_far)
+        return self._list_logprobs(entries, so_far)
 
-    def _chat_logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
+    def _convert_chat_logprobs(self, entries: Sequence[TokenLogprobs]) -> Json:
         return {
             "content": [
                 {
-                    **self._token(entry.token_id, entry.logprob),
-                    "top_logprobs": [self._token(*alternative) for alternative in entry.top],
+                    **self._describe_token(entry.token_id, entry.logprob),
+                    "top_logprobs": [
+                        self._describe_token(*alternative) for alternative in entry.top
+                    ],
                 }
                 for entry in entries
             ]
         }
 
-    def _token(self, token: int, logprob: float) -> Json:
-        found = {"token": self._name(token), "logprob": logprob}
+    def _describe_token(self, token: int, logprob: float) -> Json:
+        found = {"token": self._name_token(token), "logprob": logprob}
         return found | {"bytes": list(self.tokenizer.token_bytes(token))}
 
-    def _flat_logprobs(
+    def _list_logprobs(
         self, entries: Sequence[TokenLogprobs], so_far: Detokenizer, prompt: Sequence[int] = ()
     ) -> Json:
         """Return log-probabilities; the first token of a `prompt` has none.
@@ -240,8 +244,8 @@ class Answer:
         for token in tokens:
             offsets.append(len(so_far.text))
             so_far.append(token)
-        texts = [self._name(token) for token in tokens]
-        tops = [{self._name(token): value for token, value in entry.top} for entry in entries]
+        texts = [self._name_token(token) for token in tokens]
+        tops = [{self._name_token(token): value for token, value in entry.top} for entry in entries]
         return {
             "tokens": texts,
             "token_logprobs": [*before, *(entry.logprob for entry in entries)],
@@ -249,12 +253,12 @@ class Answer:
             "text_offset": offsets,
         }
 
-    def _name(self, token: int) -> str:
+    def _name_token(self, token: int) -> str:
         """Return how log-probabilities name a token: by its text, or as vLLM does by its id."""
         by_id = self.body.return_tokens_as_token_ids
-        return f"token_id:{token}" if by_id else self._text(token)
+        return f"token_id:{token}" if by_id else self._decode_token(token)
 
-    def _text(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         """Return the text of one token; a special token by its name."""
         if token in self.tokenizer.added:
             return self.tokenizer.added[token][0]
@@ -265,7 +269,7 @@ class Answer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-def _without_tokens(output: RequestOutput) -> RequestOutput:
+def _remove_tokens(output: RequestOutput) -> RequestOutput:
     """Return an output whose samples have no tokens."""
     empty: Json = {"text": "", "token_ids": (), "sources": (), "finish_reason": "length"}
     samples = [
@@ -275,7 +279,7 @@ def _without_tokens(output: RequestOutput) -> RequestOutput:
     return replace(output, completions=tuple(samples))
 
 
-def _choice_of(
+def _build_choice(
     at: int, text: Json, finish_reason: str | None = None, stop_reason: str | int | None = None
 ) -> Json:
     """Return one choice of a response; finish reasons unknown to the OpenAI API become "length"."""
@@ -301,20 +305,5 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Json:
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "speculative_decoding": speculation_of(counts),
-    }
-
-
-def speculation_of(counts: AcceptanceCounts) -> Json:
-    """Return the acceptance figures of a number of steps."""
-    drafted = counts.drafting
-    return {
-        "num_steps": drafted.num_steps,
-        "num_plain_steps": counts.num_steps - drafted.num_steps,
-        "num_drafted": drafted.num_drafted,
-        "num_accepted": drafted.num_accepted,
-        "acceptance_length": drafted.acceptance_length,
-        "draft_acceptance_rate": drafted.draft_acceptance_rate,
-        "acceptance_rate_per_position": drafted.acceptance_rate_per_position,
-        "drafted_per_position": drafted.drafted_per_position,
+        "speculative_decoding": counts.to_dict(),
     }

@@ -159,7 +159,7 @@ class Disconnected(Exception):
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Await a coroutine, which is cancelled when the client disconnects."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_until_disconnected(receive))
+    leaving = asyncio.ensure_future(_wait_until_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -172,7 +172,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) 
             await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _until_disconnected(receive: Receive) -> None:
+async def _wait_until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -339,17 +339,17 @@ def _add_generation(app: FastAPI) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue one or more prompts."""
-        return await _generated(request, CompletionRequest.model_validate, Answer)
+        return await _generate(request, CompletionRequest.model_validate, Answer)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await _generated(request, ChatRequest.model_validate, Answer)
+        return await _generate(request, ChatRequest.model_validate, Answer)
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the form of OpenAI's Responses API."""
-        return await _generated(request, ResponsesChat.read, ResponsesAnswer)
+        return await _generate(request, ResponsesChat.read, ResponsesAnswer)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -358,11 +358,11 @@ def _add_generation(app: FastAPI) -> None:
         body, slow = await read_body(request, TokenizeRequest.model_validate, server.large)
         server.check_model(body.model)
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(slow, _tokenized, server, body)
+        found = await loop.run_in_executor(slow, _tokenize, server, body)
         return Response(found, media_type="application/json")
 
 
-async def _generated(
+async def _generate(
     request: Request,
     read: Callable[[Any], GenerationRequest],
     answer_kind: type[Answer | ResponsesAnswer],
@@ -423,7 +423,7 @@ async def _stream_of(
         yield answer.failed(str(error), status_of(error))
 
 
-def _tokenized(server: ServerState, body: TokenizeRequest) -> bytes:
+def _tokenize(server: ServerState, body: TokenizeRequest) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give a prompt or messages, and not both")
     intake = server.engine.engine.intake

@@ -99,7 +99,7 @@ def parsed(data: bytes) -> Any:
 
     The parser does not let other threads run, so it must not take long.
     """
-    num_values, depth = _extent(data)
+    num_values, depth = _measure_extent(data)
     for found, most, name in ((num_values, MAX_VALUES, "values"), (depth, MAX_DEPTH, "levels")):
         if found > most:
             raise InvalidBody(f"the body has {found} {name}; at most {most} are read")
@@ -109,7 +109,7 @@ def parsed(data: bytes) -> Any:
         raise InvalidBody(f"the body is no JSON: {error!s:.200}") from None
 
 
-def _extent(data: bytes) -> tuple[int, int]:
+def _measure_extent(data: bytes) -> tuple[int, int]:
     """Return how many values a JSON text has, and how deep they are nested, at most."""
     num_opens, num_commas = data.count(b"[") + data.count(b"{"), data.count(b",")
     if num_opens <= MAX_DEPTH and num_opens + num_commas <= MAX_VALUES:
@@ -135,13 +135,13 @@ def invalid_body(error: ValidationError) -> InvalidBody:
         elif problem["type"] == "extra_forbidden":
             said = "is not a known field"
         else:
-            said = f"{problem['msg']} (given: {_shown(problem.get('input'))})"
+            said = f"{problem['msg']} (given: {_show(problem.get('input'))})"
         problems.setdefault(path, said)
     shown = [f"{path or 'the body'}: {said}" for path, said in problems.items()][:MAX_PROBLEMS]
     return InvalidBody("; ".join(shown), next(iter(problems), "") or None)
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     """Return the beginning of a value as text; a large one is not written out for it."""
     if isinstance(value, list | dict):
         return f"{type(value).__name__} of {len(value)} entries"

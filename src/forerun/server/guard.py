@@ -310,7 +310,7 @@ class Guard:
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         key = self.keyring.find(headers.get("authorization"))
-        refused = self._refused(scope, headers, key)
+        refused = self._refuse(scope, headers, key)
         if refused is not None:
             await refused(scope, receive, send)
             return
@@ -322,10 +322,10 @@ class Guard:
         with self.keyring.admitted(key):
             await self.app(scope, body, send)
 
-    def _refused(self, scope: Scope, headers: Headers, key: ApiKey | None) -> Response | None:
+    def _refuse(self, scope: Scope, headers: Headers, key: ApiKey | None) -> Response | None:
         """Return the error response to a request that is refused; None for one that is accepted."""
         host = headers.get("host", "")
-        if self._hosts is not None and _host_name(host) not in self._hosts:
+        if self._hosts is not None and _cut_port(host) not in self._hosts:
             # The name of another site may resolve to this machine (DNS rebinding).
             return error_response(
                 f"the Host header says {host!r:.200}, which is no name of this server: send the "
@@ -342,16 +342,16 @@ class Guard:
             )
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self.config.max_body_bytes:
-            return error_response(_too_long(self.config), 413)
+            return error_response(_describe_limit(self.config), 413)
         return None
 
 
-def _host_name(host: str) -> str:
+def _cut_port(host: str) -> str:
     name, colon, port = host.lower().rpartition(":")
     return name if colon and port.isdecimal() else host.lower()
 
 
-def _too_long(config: ServerConfig) -> str:
+def _describe_limit(config: ServerConfig) -> str:
     return f"the body is longer than {config.max_body_bytes} bytes, the most this server reads"
 
 
@@ -394,5 +394,5 @@ class LimitedBody:
         self.num_bytes += len(message.get("body", b""))
         self.is_complete = not message.get("more_body", False)
         if self.num_bytes > self.config.max_body_bytes:
-            raise HTTPException(413, _too_long(self.config))
+            raise HTTPException(413, _describe_limit(self.config))
         return message

@@ -35,8 +35,8 @@ from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.server.live_figures import RECENT_S, WINDOW_S, LiveFigures
 from forerun.server.metrics import LABELS, ServerMetrics
 from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.figures import DURATIONS, PlainComparison, Seconds
 from forerun.theory.record import StepRecord
-from forerun.trace.cycles import Seconds
 
 MAX_QUEUED_STEPS = 8192
 """Steps that wait for a reader; without one the oldest are dropped."""
@@ -158,7 +158,7 @@ class LiveView:
             sequence = entry.sequence
             self._watch(sequence)
             if sequence.num_output == record.num_emitted:
-                ttft_s = _ttft_of(sequence) or 0.0
+                ttft_s = _measure_ttft(sequence) or 0.0
                 self._first_tokens.append((ttft_s, sequence.num_prompt, sequence.num_cached))
 
     def _watch(self, sequence: Sequence) -> None:
@@ -184,37 +184,37 @@ class LiveView:
         """Return what the page shows now; any thread but the engine's may call this."""
         with self._reading:
             self._drain()
-            return self._latest(self.clock())
+            return self._describe(self.clock())
 
-    def _latest(self, now_s: float) -> Json:
+    def _describe(self, now_s: float) -> Json:
         figures, totals = self.figures, self.metrics.totals
         counts = figures.counts
         pairs = zip(counts.drafted_per_position, counts.accepted_per_position, strict=True)
-        speedup, times = figures.compare()
+        compared = figures.compare()
         changes = [*totals.changes.copy()]
         return {
             "uptime_s": now_s - self._started_s,
-            "window_s": float(min(WINDOW_S, len(figures.slices))),
-            "setup": self._setup(),
+            "window_s": float(min(WINDOW_S, len(figures.groups))),
+            "setup": self._describe_setup(),
             "totals": {
                 "num_steps": totals.num_cycles,
                 "num_drafted": totals.acceptance.num_drafted,
                 "num_accepted": totals.acceptance.num_accepted,
                 "num_emitted": totals.num_emitted,
             },
-            "load": self._load(),
+            "load": self._describe_load(),
             "tokens_per_s": figures.tokens_per_s(now_s),
-            "speedup": None if speedup is None else asdict(speedup),
+            "speedup": _describe_speedup(compared),
             "acceptance_length": counts.acceptance_length,
             "positions": [
                 {"position": position, "num_drafted": drafted, "num_accepted": accepted}
                 for position, (drafted, accepted) in enumerate(pairs, start=1)
             ],
-            "token_times": _per_token(times),
-            "latency": self._latency(now_s),
-            "history": [piece.point(now_s) for piece in figures.slices],
+            "token_times": _divide_times(compared.seconds),
+            "latency": self._describe_latency(now_s),
+            "history": figures.points(now_s),
             "requests": [
-                self._request(found, now_s) for found in list(self._watched.values())[::-1]
+                self._describe_request(found, now_s) for found in list(self._watched.values())[::-1]
             ],
             "shows_texts": self.shows_texts,
             "diagnosis": self._diagnosis,
@@ -235,19 +235,20 @@ class LiveView:
         """Yield the speedup that the page states, for `/metrics`; no value before it is known."""
         with self._reading:
             self._drain()
-            found, _ = self.figures.compare()
+            compared = self.figures.compare()
+        found = _describe_speedup(compared) or {}
         for name, text, value in (
-            ("forerun:speedup", "Rate of the latest decode steps over plain ones", "value"),
+            ("forerun:speedup", "Rate of the latest decode steps over plain ones", "estimate"),
             ("forerun:speedup_low", "Lower end of its 95% interval", "low"),
             ("forerun:speedup_high", "Upper end of its 95% interval", "high"),
-            ("forerun:plain_token_seconds", "Time per token of plain steps", "plain_s"),
+            ("forerun:plain_token_seconds", "Time per token of plain steps", "plain_token_s"),
         ):
             family = GaugeMetricFamily(name, text, labels=LABELS)
-            if found is not None:
-                family.add_metric([*self.metrics.labels.values()], getattr(found, value))
+            if found:
+                family.add_metric([*self.metrics.labels.values()], found[value])
             yield family
 
-    def _setup(self) -> Json:
+    def _describe_setup(self) -> Json:
         capabilities = self.engine.capabilities()
         return {
             "version": forerun.__version__,
@@ -257,7 +258,7 @@ class LiveView:
             "has_chat": self.engine.tokenizer.definition.chat_template is not None,
         }
 
-    def _load(self) -> Json:
+    def _describe_load(self) -> Json:
         stats, config = self.engine.stats(), self.engine.config
         return {
             "num_running": stats.num_running,
@@ -268,7 +269,7 @@ class LiveView:
             "refused": self.metrics.refusals(),
         }
 
-    def _latency(self, now_s: float) -> Json:
+    def _describe_latency(self, now_s: float) -> Json:
         firsts = list(self._first_tokens.copy())
         num_prompt = sum(prompt for _, prompt, _ in firsts)
         num_cached = sum(cached for _, _, cached in firsts)
@@ -278,13 +279,13 @@ class LiveView:
             fed.popleft()
         (since_s, before), (_, now) = fed[0], fed[-1]
         return {
-            "ttft": _quantiles_of([ttft_s for ttft_s, _, _ in firsts]),
+            "ttft": _compute_quantiles([ttft_s for ttft_s, _, _ in firsts]),
             "prefix_hit_share": num_cached / num_prompt if num_prompt else None,
-            "gap": _quantiles_of(list(totals.recent_gaps.copy())),
+            "gap": _compute_quantiles(list(totals.recent_gaps.copy())),
             "prompt_tokens_per_s": (now - before) / (now_s - since_s) if now_s > since_s else None,
         }
 
-    def _request(self, found: WatchedRequest, now_s: float) -> Json:
+    def _describe_request(self, found: WatchedRequest, now_s: float) -> Json:
         sequence = found.sequence
         # The copy is taken at once, while the engine's thread may be counting.
         counts = AcceptanceCounts(
@@ -301,13 +302,13 @@ class LiveView:
             "num_drafted": counts.num_drafted,
             "acceptance_length": sequence.num_output / num_steps if num_steps else None,
             "draft_acceptance_rate": counts.draft_acceptance_rate,
-            "ttft_s": _ttft_of(sequence),
+            "ttft_s": _measure_ttft(sequence),
             "tokens_per_s": rate_of(sequence, now_s),
-            "head": self._head(found) if self.shows_texts else "",
-            "pieces": self._pieces(found) if self.shows_texts else [],
+            "head": self._find_head(found) if self.shows_texts else "",
+            "pieces": self._read_pieces(found) if self.shows_texts else [],
         }
 
-    def _head(self, found: WatchedRequest) -> str:
+    def _find_head(self, found: WatchedRequest) -> str:
         if found.head is None:  # the message may come after the first step
             found.head = dict(self._messages.copy()).get(found.sequence.request_id)
         return found.head or self._end_of_prompt(found.sequence, HEAD_TOKENS)
@@ -318,7 +319,7 @@ class LiveView:
         ids = sequence.ids[max(0, end - num_tokens) : end]
         return shortened + self.engine.tokenizer.decode(ids)
 
-    def _pieces(self, found: WatchedRequest) -> list[Json]:
+    def _read_pieces(self, found: WatchedRequest) -> list[Json]:
         found.read(self.engine.tokenizer)
         prompt = self._end_of_prompt(found.sequence, MAX_PROMPT_TOKENS)
         return [{"text": prompt, "origin": "prompt"}, *found.pieces]
@@ -347,22 +348,28 @@ class LiveView:
             self._diagnosing.release()
 
 
-def _quantiles_of(values: list[float]) -> Json | None:
+def _compute_quantiles(values: list[float]) -> Json | None:
     if not values:
         return None
     p50, p95 = np.quantile(values, (0.5, 0.95)).tolist()
     return {"p50": p50, "p95": p95, "num": len(values)}
 
 
-def _per_token(times: Seconds) -> Json | None:
+def _describe_speedup(compared: PlainComparison) -> Json | None:
+    if compared.speedup is None:
+        return None
+    shown = {name: getattr(compared, name) for name in ("plain_token_s", "share_compared")}
+    return asdict(compared.speedup) | shown
+
+
+def _divide_times(times: Seconds) -> Json | None:
     """Return the time per token of steps by its parts; None without a step."""
     if not times.num_tokens:
         return None
-    names = ("draft_s", "verify_s", "other_s")
-    return {name: getattr(times, name) / times.num_tokens for name in names}
+    return {name: getattr(times, name) / times.num_tokens for name in DURATIONS}
 
 
-def _ttft_of(sequence: Sequence) -> float | None:
+def _measure_ttft(sequence: Sequence) -> float | None:
     first_s = sequence.first_token_at_s
     return None if first_s is None else max(0.0, first_s - sequence.arrived_at_s)
 

@@ -123,7 +123,7 @@ class StepTotals:
             self.num_emitted += record.num_emitted
         if self._num_fresh >= MIN_DRAFTS:
             self._find_changes()
-        self._add_gaps(step, first.t_s + first.draft_s + first.verify_s + first.other_s)
+        self._add_gaps(step, first.t_s + first.cycle_s)
 
     def _find_changes(self) -> None:
         """Look for a change of acceptance, in counts of many requests."""
@@ -255,7 +255,7 @@ class ServerMetrics:
             ("vllm:num_requests_waiting", "Sequences that wait", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of the KV rows in use, 1 is all", used),
         ):
-            yield self._family(name, text, {(): value}, kind=gauge)
+            yield self._build_family(name, text, {(): value}, kind=gauge)
         prefix = "vllm:spec_decode_num_"
         for name, text, value in (
             ("vllm:generation_tokens", "Output tokens", totals.num_emitted),
@@ -265,7 +265,7 @@ class ServerMetrics:
             (prefix + "accepted_tokens", "Accepted tokens", counts.num_accepted),
             ("forerun:cycles", "Target passes that emitted", totals.num_cycles),
         ):
-            yield self._family(name, text, {(): value})
+            yield self._build_family(name, text, {(): value})
         accepted = dict(enumerate(counts.accepted_per_position))
         drafted = dict(enumerate(counts.drafted_per_position))
         through = "Steps that accepted through a position"
@@ -279,12 +279,14 @@ class ServerMetrics:
             ("forerun:change_points", "Changes of acceptance", "series", changes),
         ):
             found: Mapping[Any, float] = values.copy()
-            yield self._family(name, text, {(key,): n for key, n in found.items()}, label)
+            yield self._build_family(name, text, {(key,): n for key, n in found.items()}, label)
         plan = ("method", "num_speculative_tokens")
-        yield self._family("forerun:sequence_steps", "Steps by plan", totals.plans.copy(), *plan)
-        yield self._gaps()
+        yield self._build_family(
+            "forerun:sequence_steps", "Steps by plan", totals.plans.copy(), *plan
+        )
+        yield self._build_gaps()
 
-    def _gaps(self) -> Metric:
+    def _build_gaps(self) -> Metric:
         totals = self.totals
         family = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds",
@@ -296,7 +298,7 @@ class ServerMetrics:
         family.add_metric(tuple(self.labels.values()), buckets, sum_value=totals.gaps_s)
         return family
 
-    def _family(
+    def _build_family(
         self,
         name: str,
         text: str,

@@ -230,7 +230,7 @@ class GenerationRequest(GenerationFields):
     def prompts_for(self, intake: Intake) -> list[Prompt]:
         """Return the prompts: texts or token ids; conversations are rendered."""
 
-    def _form(self, call_grammar: str | None) -> dict[str, Any] | None:
+    def _find_form(self, call_grammar: str | None) -> dict[str, Any] | None:
         """Return the form that the text has to follow; None for any text."""
         given: list[dict[str, Any]] = []
         if call_grammar is not None:
@@ -270,7 +270,7 @@ class GenerationRequest(GenerationFields):
             max_tokens=self.longest,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
-            structured_outputs=self._form(call_grammar),  # type: ignore[arg-type]  # checked there
+            structured_outputs=self._find_form(call_grammar),  # type: ignore[arg-type]  # checked there
         )
 
     def plan(self, capabilities: Capabilities, config: EngineConfig) -> Plan | None:

@@ -176,10 +176,10 @@ class ToolCallParser:
         """
         missing: list[ToolCall] | None = [] if is_last else None
         if self._found is None:
-            end = self._json_end()
+            end = self._find_json_end()
             if end <= 0:
                 return [] if end < 0 else missing
-            self._found = end, self._parsed(self._rest[:end])
+            self._found = end, self._parse(self._rest[:end])
         end, calls = self._found
         after, closing = self._rest[end:].lstrip(SPACES), self.format.closing
         if not calls or not (after.startswith(closing) or closing.startswith(after)):
@@ -192,7 +192,7 @@ class ToolCallParser:
             return None
         return calls
 
-    def _json_end(self) -> int:
+    def _find_json_end(self) -> int:
         """Return the end of the JSON of a call; 0 if more text is needed, -1 if it is no JSON."""
         assert self._body is not None
         head = self._rest[self._body.start :].lstrip(SPACES)
@@ -200,7 +200,7 @@ class ToolCallParser:
             return -1
         return self._body.find(self._rest) or 0
 
-    def _parsed(self, text: str) -> list[ToolCall]:
+    def _parse(self, text: str) -> list[ToolCall]:
         """Return the calls after the mark; none if one of them is no call of a known tool."""
         assert self._body is not None
         calls = []
@@ -236,7 +236,7 @@ def unfinished(text: str, mark: str) -> int:
     return size + len(before) - len(before.rstrip(SPACES))
 
 
-def _closed(parameters: dict[str, Any]) -> dict[str, bool]:
+def _close(parameters: dict[str, Any]) -> dict[str, bool]:
     """Return what excludes arguments without a name in the schema, where it leaves them open."""
     composed = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
     is_plain = "properties" in parameters and composed.isdisjoint(parameters)
@@ -268,7 +268,7 @@ def forced(
         parameters = function.get("parameters") or {"type": "object"}
         if not isinstance(parameters, dict):
             raise InvalidRequest(f"the parameters of tool {number} are no JSON schema: an object")
-        schema = {"x-guidance": LAYOUT, **_closed(parameters), **parameters}
+        schema = {"x-guidance": LAYOUT, **_close(parameters), **parameters}
         rules.append(f'call_{number}: {json.dumps(head)} arguments_{number} "}}"')
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))

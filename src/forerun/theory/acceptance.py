@@ -98,19 +98,17 @@ class AcceptanceCounts:
     @property
     def drafted_per_position(self) -> tuple[int, ...]:
         """Return how many steps drafted each position: the denominators of the rates."""
-        return self._count(lambda depth, _, position: depth >= position)
+        return self._count_through(lambda depth, _: depth)
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
         """Return how many steps accepted through each position."""
-        return self._count(lambda _, accepted, position: accepted >= position)
+        return self._count_through(lambda _, accepted: accepted)
 
     @property
     def reached_per_position(self) -> tuple[int, ...]:
         """Return how many steps drafted each position and accepted all before it."""
-        return self._count(
-            lambda depth, accepted, position: depth >= position and accepted >= position - 1
-        )
+        return self._count_through(lambda depth, accepted: min(depth, accepted + 1))
 
     @property
     def acceptance_rate_per_position(self) -> tuple[float, ...]:
@@ -118,12 +116,12 @@ class AcceptanceCounts:
 
         Biased where the drafter chose the depth; `survival` is not.
         """
-        return _ratios(self.accepted_per_position, self.drafted_per_position)
+        return _divide(self.accepted_per_position, self.drafted_per_position)
 
     @property
     def conditional_acceptance(self) -> tuple[float, ...]:
         """Return the share of steps that accepted position i among those that reached it, or 0."""
-        return _ratios(self.accepted_per_position, self.reached_per_position)
+        return _divide(self.accepted_per_position, self.reached_per_position)
 
     @property
     def survival(self) -> tuple[float, ...]:
@@ -143,14 +141,29 @@ class AcceptanceCounts:
         """Return tau: tokens emitted per step, the additional one included; None without steps."""
         return self.num_emitted / self.num_steps if self.num_steps else None
 
-    def _count(self, observed: Callable[[int, int, int], bool]) -> tuple[int, ...]:
-        return tuple(
-            sum(n for (depth, accepted), n in self.steps.items() if observed(depth, accepted, i))
-            for i in range(1, self.max_depth + 1)
-        )
+    def to_dict(self) -> dict[str, object]:
+        """Return JSON values of the steps that drafted, and the number of the others."""
+        drafted = self.drafting
+        return {
+            "num_steps": drafted.num_steps,
+            "num_plain_steps": self.num_steps - drafted.num_steps,
+            "num_drafted": drafted.num_drafted,
+            "num_accepted": drafted.num_accepted,
+            "acceptance_length": drafted.acceptance_length,
+            "draft_acceptance_rate": drafted.draft_acceptance_rate,
+            "acceptance_rate_per_position": list(drafted.acceptance_rate_per_position),
+            "drafted_per_position": list(drafted.drafted_per_position),
+        }
+
+    def _count_through(self, last: Callable[[int, int], int]) -> tuple[int, ...]:
+        """Count the steps whose last position is at or beyond each position."""
+        ends = [0] * (self.max_depth + 1)
+        for (depth, accepted), n in self.steps.items():
+            ends[last(depth, accepted)] += n
+        return tuple(accumulate(reversed(ends[1:])))[::-1]
 
 
-def _ratios(numerators: tuple[int, ...], denominators: tuple[int, ...]) -> tuple[float, ...]:
+def _divide(numerators: tuple[int, ...], denominators: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(n / d if d else 0.0 for n, d in zip(numerators, denominators, strict=True))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forerun.theory.intervals import Interval
 from forerun.theory.speedup import cycle_cost
@@ -23,6 +23,14 @@ class CostReading(NamedTuple):
     def times(self, factor: float) -> CostReading:
         """Return both values multiplied by a factor."""
         return CostReading(self.s * factor, self.error_s * factor)
+
+
+def combine(weights: Sequence[float], times: Sequence[CostReading]) -> CostReading:
+    """Return a weighted sum; the errors are taken as independent."""
+    return CostReading(
+        s=math.fsum(w * reading.s for w, reading in zip(weights, times, strict=True)),
+        error_s=math.hypot(*(w * r.error_s for w, r in zip(weights, times, strict=True))),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,14 +254,14 @@ class CostTable:
 
     def verify_step_s(self, num_rows: int, context: int = 0, batch: int = 1) -> float:
         """Return the seconds of a target pass over `num_rows` rows of each sequence."""
-        return self._verify(num_rows, context, batch).s
+        return self._read_verify(num_rows, context, batch).s
 
     def plain_step_s(self, context: int = 0, batch: int = 1) -> float:
-        return self._plain(context, batch).s
+        return self._read_plain(context, batch).s
 
     def draft_token_s(self, context: int = 0, batch: int = 1) -> float:
         """Return the seconds that one more drafted token adds to a cycle."""
-        return self._in_cycle(lambda line: line.draft, context, batch).s
+        return self._read_in_cycle(lambda line: line.draft, context, batch).s
 
     def cycle_s(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
         """Return the seconds of a speculative cycle at K, or of a plain step for K = 0."""
@@ -270,7 +278,7 @@ class CostTable:
 
     def overhead_s(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
         """Return the seconds of a speculative cycle at K beyond drafting and the target pass."""
-        return self._overhead(num_speculative_tokens, context, batch).s
+        return self._read_overhead(num_speculative_tokens, context, batch).s
 
     def overhead(self, num_speculative_tokens: int, context: int = 0, batch: int = 1) -> float:
         """Return o(K), in plain steps: the cycle beyond drafting and the target pass."""
@@ -290,8 +298,8 @@ class CostTable:
 
     def verify_cost_interval(self, num_rows: int, context: int = 0, batch: int = 1) -> Interval:
         """Return v(n) with its 95% interval."""
-        verify = self._verify(num_rows, context, batch)
-        return _ratio(verify, self._plain(context, batch))
+        verify = self._read_verify(num_rows, context, batch)
+        return _divide(verify, self._read_plain(context, batch))
 
     def cycle_cost_interval(
         self, num_speculative_tokens: int, context: int = 0, batch: int = 1
@@ -300,36 +308,36 @@ class CostTable:
         if num_speculative_tokens == 0:
             return Interval(estimate=1.0, low=1.0, high=1.0)
         parts = (
-            self._in_cycle(lambda line: line.draft, context, batch).times(num_speculative_tokens),
-            self._verify(num_speculative_tokens + 1, context, batch),
-            self._overhead(num_speculative_tokens, context, batch),
+            self._read_in_cycle(lambda line: line.draft, context, batch).times(
+                num_speculative_tokens
+            ),
+            self._read_verify(num_speculative_tokens + 1, context, batch),
+            self._read_overhead(num_speculative_tokens, context, batch),
         )
-        cycle = CostReading(
-            s=math.fsum(part.s for part in parts),
-            error_s=math.hypot(*(part.error_s for part in parts)),
-        )
-        return _ratio(cycle, self._plain(context, batch))
+        return _divide(combine([1, 1, 1], parts), self._read_plain(context, batch))
 
-    def _plain(self, context: int, batch: int) -> CostReading:
-        return self._at(lambda line: line.plain, context, batch)
+    def _read_plain(self, context: int, batch: int) -> CostReading:
+        return self._read_at(lambda line: line.plain, context, batch)
 
-    def _verify(self, num_rows: int, context: int, batch: int) -> CostReading:
+    def _read_verify(self, num_rows: int, context: int, batch: int) -> CostReading:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}; a pass has at least 1 row")
-        return self._in_cycle(lambda line: line.verify(num_rows), context, batch)
+        return self._read_in_cycle(lambda line: line.verify(num_rows), context, batch)
 
-    def _overhead(self, num_speculative_tokens: int, context: int, batch: int) -> CostReading:
+    def _read_overhead(self, num_speculative_tokens: int, context: int, batch: int) -> CostReading:
         if num_speculative_tokens < 1:
             raise ValueError(
                 f"K is {num_speculative_tokens}; a speculative cycle drafts at least 1"
             )
-        return self._in_cycle(lambda line: line.overhead(num_speculative_tokens), context, batch)
+        return self._read_in_cycle(
+            lambda line: line.overhead(num_speculative_tokens), context, batch
+        )
 
-    def _in_cycle(self, pick: Pick, context: int, batch: int) -> CostReading:
+    def _read_in_cycle(self, pick: Pick, context: int, batch: int) -> CostReading:
         measured_batch = min(batch, self.batches[-1])
-        return self._at(pick, context, measured_batch).times(batch / measured_batch)
+        return self._read_at(pick, context, measured_batch).times(batch / measured_batch)
 
-    def _at(self, pick: Pick, context: int, batch: int) -> CostReading:
+    def _read_at(self, pick: Pick, context: int, batch: int) -> CostReading:
         """Interpolate between lines: linearly in context, then in batch."""
         if batch < 1:
             raise ValueError(f"batch is {batch}; it must be at least 1")
@@ -341,7 +349,66 @@ class CostTable:
         return interpolate(batches, at_context, batch)
 
 
-def _ratio(spent: CostReading, plain: CostReading) -> Interval:
+def _divide(spent: CostReading, plain: CostReading) -> Interval:
     estimate = spent.s / plain.s
     reach = math.hypot(spent.error_s, estimate * plain.error_s) / plain.s
     return Interval(estimate=estimate, low=max(0.0, estimate - reach), high=estimate + reach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCosts:
+    """Cost tables of one target and drafter, for greedy and for sampled drafts."""
+
+    greedy: CostTable
+    sampled: CostTable
+    reading: ReadingCost | None = None
+
+    def at(self, temperature: float) -> CostTable:
+        """Return the table that holds at a temperature."""
+        return self.greedy if temperature == 0 else self.sampled
+
+
+def with_draft_cost(table: CostTable, draft_s: float, overhead_s: float | None = None) -> CostTable:
+    """Return the cost tables of the same target with another drafter.
+
+    Args:
+        draft_s: seconds of every drafted token, at every batch size.
+        overhead_s: seconds of a cycle beyond drafting and the pass, for every K and batch; None
+            leaves those of the table.
+    """
+    changes: dict[str, Any] = {"draft_s": draft_s, "draft_error_s": 0.0}
+    if overhead_s is not None:
+        changes |= {"overhead_ks": (1,), "overhead_s": (overhead_s,), "overhead_error_s": ()}
+    return CostTable(lines=tuple(replace(line, **changes) for line in table.lines))
+
+
+def with_batches(table: CostTable, batches: Iterable[int]) -> CostTable:
+    """Return a cost table extended to batch sizes beyond the largest measured one.
+
+    The time of a pass depends little on which sequence a row belongs to. So n times the sequences
+    are taken to cost what n times the rows of the largest measured batch cost, and a draft's pass
+    to grow as the target's does. The time to read the keys and values of more sequences is left
+    out, so large batches look faster than a measurement would show.
+    """
+    largest = table.batches[-1]
+    wanted = sorted({batch for batch in batches if batch > largest})
+    measured = [line for line in table.lines if line.batch == largest]
+    return CostTable(
+        lines=(*table.lines, *(grown(line, batch) for batch in wanted for line in measured))
+    )
+
+
+def grown(line: CostLine, batch: int) -> CostLine:
+    """Estimate a line of the cost table at a larger batch size from its times by rows."""
+    times = batch / line.batch
+    passes = [line.verify(math.ceil(rows * times)) for rows in line.rows]
+    factor = passes[0].s / line.verify(1).s
+    return replace(
+        line,
+        batch=batch,
+        verify_s=tuple(reading.s for reading in passes),
+        verify_error_s=tuple(reading.error_s for reading in passes),
+        plain_s=line.plain_s + passes[0].s - line.verify(1).s,
+        draft_s=line.draft_s * factor,
+        draft_error_s=line.draft_error_s * factor,
+    )

@@ -32,6 +32,14 @@ class Interval:
         """Return whether the whole interval lies below `threshold`; see `is_above`."""
         return self.high < threshold
 
+    def show(self, spec: str = ".2f", gap: str = " ") -> str:
+        """Return the text that all pages and tables print, such as "1.32 (1.21–1.43)"."""
+        ends = f"{gap}({self.show_ends(spec)})" if self.low < self.high else ""
+        return f"{self.estimate:{spec}}{ends}"
+
+    def show_ends(self, spec: str = ".2f") -> str:
+        return f"{self.low:{spec}}–{self.high:{spec}}"
+
 
 def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.95) -> Interval:
     """Return Wilson's score interval of a proportion, which holds at 0, at 1 and for few trials.
@@ -40,7 +48,7 @@ def wilson_interval(num_successes: int, num_trials: int, confidence: float = 0.9
     """
     if not 0 <= num_successes <= num_trials or num_trials == 0:
         raise ValueError(f"{num_successes} successes of {num_trials} trials is no proportion")
-    z = _normal_quantile(0.5 + _checked(confidence) / 2)
+    z = _find_normal_quantile(0.5 + _check_confidence(confidence) / 2)
     share = num_successes / num_trials
     shrink = 1 + z * z / num_trials
     centre = (share + z * z / (2 * num_trials)) / shrink
@@ -55,7 +63,7 @@ def normal_interval(
     estimate: float, error: float, *, least: float = 0.0, most: float = math.inf
 ) -> Interval:
     """Return the 95% interval of an estimate whose distribution is nearly normal."""
-    reach = _normal_quantile(0.975) * error
+    reach = _find_normal_quantile(0.975) * error
     return Interval(
         estimate=estimate, low=max(least, estimate - reach), high=min(most, estimate + reach)
     )
@@ -85,9 +93,9 @@ def bootstrap(
 
     Source: Efron 1979.
     """
-    tail = (1 - _checked(confidence)) / 2
+    tail = (1 - _check_confidence(confidence)) / 2
     resamples = zip(
-        *(_resamples(size, seed + group, num_resamples) for group, size in enumerate(sizes)),
+        *(_draw_resamples(size, seed + group, num_resamples) for group, size in enumerate(sizes)),
         strict=True,
     )
     values = sorted(map(statistic, resamples))
@@ -113,7 +121,7 @@ def bootstrap_mean(
 
 def student_quantile(probability: float, freedom: float) -> float:
     """Return a quantile of Student's t (Cornish-Fisher), slightly low below four degrees."""
-    z = _normal_quantile(probability)
+    z = _find_normal_quantile(probability)
     first = (z**3 + z) / (4.0 * freedom)
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * freedom**2)
     third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / (384.0 * freedom**3)
@@ -167,12 +175,12 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     ordered = sorted(values)
     if not ordered or not all(map(math.isfinite, ordered)):
         raise ValueError(f"a median of {len(ordered)} values needs at least one, all finite")
-    rank = _median_rank(len(ordered), (1 - _checked(confidence)) / 2)
+    rank = _find_median_rank(len(ordered), (1 - _check_confidence(confidence)) / 2)
     return Interval(estimate=quantile(ordered, 0.5), low=ordered[rank], high=ordered[-1 - rank])
 
 
 @lru_cache(maxsize=1024)
-def _median_rank(num_values: int, tail: float) -> int:
+def _find_median_rank(num_values: int, tail: float) -> int:
     """Return the largest rank that exceeds the median in at most `tail` of all samples.
 
     The number of values below the median is binomial with probability 1/2. The rank is 0 where even
@@ -197,14 +205,14 @@ def _check_blocks(numerators: Sequence[float], denominators: Sequence[float]) ->
             )
 
 
-def _checked(confidence: float) -> float:
+def _check_confidence(confidence: float) -> float:
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence is {confidence}; it must be in (0, 1), for example 0.95")
     return confidence
 
 
 @lru_cache(maxsize=64)
-def _normal_quantile(probability: float) -> float:
+def _find_normal_quantile(probability: float) -> float:
     from statistics import NormalDist  # slow to import, and few commands need it
 
     return NormalDist().inv_cdf(probability)
@@ -220,11 +228,13 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 # Many figures are over the same blocks: their resamples are drawn once.
 @lru_cache(maxsize=4)
-def _resamples(num_blocks: int, seed: int, num_resamples: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(_indices(num_blocks, seed, resample)) for resample in range(num_resamples))
+def _draw_resamples(num_blocks: int, seed: int, num_resamples: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(_draw_indices(num_blocks, seed, resample)) for resample in range(num_resamples)
+    )
 
 
-def _indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
+def _draw_indices(num_blocks: int, seed: int, resample: int) -> Iterator[int]:
     """Yield `num_blocks` random indices with replacement, two from each 64-bit hash."""
     key = _mix(_mix(seed & MASK) ^ resample)
     for draw in range(num_blocks // 2):

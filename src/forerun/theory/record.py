@@ -154,5 +154,10 @@ class StepRecord(
     target_probs: tuple[float, ...] | None = None
     draft_probs: tuple[float, ...] | None = None
 
+    @property
+    def cycle_s(self) -> float:
+        """Seconds of the whole cycle."""
+        return self.draft_s + self.verify_s + self.other_s
+
     def to_dict(self) -> dict[str, Json]:
         return asdict(self)

@@ -147,14 +147,10 @@ def best_k(survival: Sequence[float], cycle_cost_of: Callable[[int], float]) -> 
     """
     best = BestK(num_speculative_tokens=0, acceptance_length=1.0, cycle_cost=1.0, speedup=1.0)
     for k in range(1, len(survival) + 1):
-        tau = acceptance_length(survival[:k])
-        kappa = cycle_cost_of(k)
-        if speedup(tau, kappa) > best.speedup:
+        tau, kappa = acceptance_length(survival[:k]), cycle_cost_of(k)
+        if (gain := speedup(tau, kappa)) > best.speedup:
             best = BestK(
-                num_speculative_tokens=k,
-                acceptance_length=tau,
-                cycle_cost=kappa,
-                speedup=speedup(tau, kappa),
+                num_speculative_tokens=k, acceptance_length=tau, cycle_cost=kappa, speedup=gain
             )
     return best
 

@@ -50,7 +50,7 @@ class TokenTree:
     @classmethod
     def chain(cls, num_nodes: int) -> TokenTree:
         """Return the tree with one path of `num_nodes` nodes, the same object every time."""
-        return _chain(num_nodes)
+        return _build_chain(num_nodes)
 
     @property
     def is_chain(self) -> bool:
@@ -77,7 +77,7 @@ class TokenTree:
 
     def ancestor_mask(self) -> tuple[tuple[bool, ...], ...]:
         """Return the square mask whose row i is true at i and at its ancestors."""
-        return _ancestor_mask(self.parents)
+        return _build_mask(self.parents)
 
 
 NO_TREE = TokenTree(())
@@ -87,14 +87,14 @@ NO_TREE = TokenTree(())
 
 
 @lru_cache(maxsize=1024)
-def _chain(num_nodes: int) -> TokenTree:
+def _build_chain(num_nodes: int) -> TokenTree:
     if num_nodes < 0:
         raise ValueError(f"a chain of {num_nodes} nodes; it takes 0 or more")
     return TokenTree(tuple(range(-1, num_nodes - 1)))
 
 
 @lru_cache(maxsize=1024)
-def _ancestor_mask(parents: tuple[int, ...]) -> tuple[tuple[bool, ...], ...]:
+def _build_mask(parents: tuple[int, ...]) -> tuple[tuple[bool, ...], ...]:
     rows: list[tuple[bool, ...]] = []
     for node, parent in enumerate(parents):
         above = rows[parent] if parent >= 0 else (False,) * len(parents)
@@ -200,11 +200,11 @@ def static_tree(
             "1 are needed"
         )
     ranks = tuple(acceptance_by_rank[:width])
-    return TokenTree(_static_tree(ranks, num_nodes, min(depth, num_nodes)))
+    return TokenTree(_build_static_tree(ranks, num_nodes, min(depth, num_nodes)))
 
 
 @lru_cache(maxsize=256)
-def _static_tree(ranks: tuple[float, ...], num_nodes: int, depth: int) -> tuple[int, ...]:
+def _build_static_tree(ranks: tuple[float, ...], num_nodes: int, depth: int) -> tuple[int, ...]:
     """Return the parents of the best tree's nodes, in depth-first order.
 
     `best(n, d, r)` is the most that n nodes can add in d levels under an accepted node, by its

@@ -110,7 +110,7 @@ class Cusum(Struct, kw_only=True):
             self.over_since += over
             self.under_since += under
         if max(self.up, self.down) > _ALARM:
-            return self._alarm(series, at_s)
+            return self._raise_alarm(series, at_s)
         if max(self.up, self.down) < _ALARM / 2:
             self._learn(value, under, _MEMORY)
         return None
@@ -123,7 +123,7 @@ class Cusum(Struct, kw_only=True):
         self.variance = (1.0 - rate) * (self.variance + rate * difference * difference)
         self.size += rate * (under - self.size)
 
-    def _alarm(self, series: str, at_s: float) -> ChangePoint:
+    def _raise_alarm(self, series: str, at_s: float) -> ChangePoint:
         found = ChangePoint(
             series=series,
             started_s=at_s if self.started_s is None else self.started_s,

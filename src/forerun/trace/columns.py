@@ -38,7 +38,8 @@ class StepBlock:
         records: the steps, one by one.
         names: ids of their requests.
         columns: numbers of the steps by field name; `request` is the index of a step's request in
-            `names`; `kind`, `size` and `cycle_tokens` (emitted) are those of its cycle.
+            `names`; `kind`, `size`, `cycle_tokens` (emitted) and `plans` (whether a drafter was
+            asked) are those of its cycle.
         first: index of the first step of every cycle.
     """
 
@@ -70,7 +71,12 @@ def block_of(records: Sequence[StepRecord]) -> StepBlock:
     )
     kinds = np.select([reads, drafts, plans], [PREFILL, DRAFTING, NO_PROPOSAL], PLAIN)
     tokens = np.add.reduceat(columns["num_emitted"], first)
-    for name, values in (("kind", kinds), ("size", sizes), ("cycle_tokens", tokens)):
+    for name, values in (
+        ("kind", kinds),
+        ("size", sizes),
+        ("cycle_tokens", tokens),
+        ("plans", plans),
+    ):
         columns[name] = np.repeat(values, sizes)
     return StepBlock(records=records, names=tuple(codes), columns=columns, first=first)
 

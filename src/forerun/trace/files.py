@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from forerun.bounded_read import check_regular, first_line
 from forerun.errors import InvalidRequest, InvalidTrace, UnreadableInput
+from forerun.theory.figures import DURATIONS
 from forerun.theory.record import SCHEMA_VERSION, Json, RequestRecord, StepRecord, TraceHeader
 
 Record = TraceHeader | RequestRecord | StepRecord
@@ -63,7 +64,6 @@ MAX_SECONDS = 1e12
 """Largest duration or clock reading of a record, 30,000 years."""
 MAX_PROB = 1.0 + 1e-3
 """Rounding that probabilities summed in fp32 over a vocabulary may have."""
-DURATIONS = ("draft_s", "verify_s", "other_s")
 _MOST: Mapping[str, float] = {
     **dict.fromkeys(("k_budget", "num_drafted", "depth_drafted", "num_accepted"), MAX_NODES),
     **dict.fromkeys(("num_emitted", "expected_accepted"), MAX_NODES),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +31,9 @@ CONFIG = AlignConfig(
 
 def with_best_k(found: AlignReport, k: int) -> AlignReport:
     pair = found.judged[0]
-    speedup = PredictedSpeedup(num_speculative_tokens=k, best=SLOW, per_k=(SLOW,) * 5)
+    speedup = PredictedSpeedup(
+        **asdict(SLOW), num_speculative_tokens=k, best=SLOW, per_k=(SLOW,) * 5
+    )
     overall = replace(pair.after.overall, speedup=speedup)
     after = replace(pair.after, overall=overall)
     return replace(found, judged=(replace(pair, after=after),))

@@ -247,7 +247,7 @@ def test_columns_are_the_steps_of_the_same_file(tmp_path: Path):
     records = [record for record in RUN if isinstance(record, StepRecord)]
     (block,) = blocks_of([*read_trace(written(tmp_path / "t.jsonl", RUN))])  # type: ignore[list-item]
     assert block.records == records and block.names == ("r",)
-    fields = block.columns.keys() - {"request", "kind", "size", "cycle_tokens"}
+    fields = block.columns.keys() - {"request", "kind", "size", "cycle_tokens", "plans"}
     assert len(fields) == 15
     for name in fields:
         assert block.columns[name].tolist() == [getattr(record, name) for record in records]

@@ -12,9 +12,7 @@ from forerun.plan.acceptance import (
     Drafts,
     counted,
     given,
-    slopes,
 )
-from forerun.theory.speedup import acceptance_length, survival
 
 
 def request_of(*steps):
@@ -81,16 +79,6 @@ def test_equal_requests_have_no_error_and_one_request_a_known_none():
     assert equal.high - equal.low == pytest.approx(0.0, abs=1e-12)
     alone = counted([request_of(*steps)]).length(3)
     assert alone.low == alone.estimate == alone.high
-
-
-def test_slopes_are_the_derivative_of_tau():
-    alphas, small = [0.9, 0.4, 0.7], 1e-6
-    for position, slope in enumerate(slopes(alphas)):
-        moved = [a + small * (i == position) for i, a in enumerate(alphas)]
-        by_difference = (
-            acceptance_length(survival(moved)) - acceptance_length(survival(alphas))
-        ) / small
-        assert slope == pytest.approx(by_difference, rel=1e-5)
 
 
 def test_drafts_that_ended_early_are_censored():

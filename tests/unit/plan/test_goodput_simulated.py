@@ -8,7 +8,6 @@ from statistics import mean
 import pytest
 
 from forerun.measure.profile import load_profile
-from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import simulate
 from forerun.plan.workload import (
     Constant,
@@ -18,6 +17,7 @@ from forerun.plan.workload import (
     Uniform,
     Workload,
 )
+from forerun.theory.cost import DraftCosts
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

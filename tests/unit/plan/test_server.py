@@ -9,7 +9,6 @@ from msgspec import structs
 
 from forerun.control.base import Chain
 from forerun.control.named import FixedController
-from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import Times, serve, simulate
 from forerun.plan.workload import (
     Constant,
@@ -20,7 +19,7 @@ from forerun.plan.workload import (
     Uniform,
     Workload,
 )
-from forerun.theory.cost import CostLine, CostTable, ReadingCost
+from forerun.theory.cost import CostLine, CostTable, DraftCosts, ReadingCost
 from forerun.theory.record import StepRecord
 from forerun.theory.speedup import acceptance_length, constant_acceptance_length
 

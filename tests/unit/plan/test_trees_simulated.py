@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from forerun.measure.profile import load_profile
-from forerun.plan.costs import DraftCosts
 from forerun.plan.simulation import simulate
 from forerun.plan.workload import (
     Constant,
@@ -16,6 +15,7 @@ from forerun.plan.workload import (
     Uniform,
     Workload,
 )
+from forerun.theory.cost import DraftCosts
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

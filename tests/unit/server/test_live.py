@@ -195,10 +195,10 @@ def test_metrics_have_the_speedup_of_the_page(engine, view):
     found = shown(view).speedup
     assert found is not None
     assert gauges() == {
-        "forerun:speedup": found.value,
+        "forerun:speedup": found.estimate,
         "forerun:speedup_low": found.low,
         "forerun:speedup_high": found.high,
-        "forerun:plain_token_seconds": found.plain_s,
+        "forerun:plain_token_seconds": found.plain_token_s,
     }
 
 

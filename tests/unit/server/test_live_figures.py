@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from tests.records import STEP
 
 from forerun.server.live_figures import HISTORY_S, WINDOW_S, LiveFigures
-from forerun.trace.cycles import Seconds
+from forerun.theory.figures import PlainComparison, Seconds
 
 
 def drafting(cycle_id: int, *, t_s: float = 10.0, seconds: float = 0.02, request_id: str = "r"):
@@ -38,7 +38,7 @@ def plain(cycle_id: int, *, t_s: float = 10.0, seconds: float = 0.01):
 
 def test_no_steps_give_no_figures():
     figures = LiveFigures()
-    assert figures.compare() == (None, Seconds())
+    assert figures.compare() == PlainComparison(speedup=None, seconds=Seconds())
     assert figures.tokens_per_s(10.0) == 0.0
     assert figures.counts.acceptance_length is None
 
@@ -51,18 +51,18 @@ def test_speedup_is_the_time_of_plain_steps_for_the_same_tokens():
     # a plain step takes 10 ms for a token, a drafting one 20 ms for three
     decode_s = 6 * 0.01 + 94 * 0.02
     as_plain_s = (6 + 94 * 3) * 0.01
-    found, _ = figures.compare()
+    found = figures.compare().speedup
     assert found is not None
-    assert found.value == pytest.approx(as_plain_s / decode_s, rel=0.005)
-    assert found.low <= found.value <= found.high
+    assert found.estimate == pytest.approx(as_plain_s / decode_s, rel=0.005)
+    assert found.low <= found.estimate <= found.high
 
 
 def test_the_first_plain_step_after_a_draft_is_not_measured():
     figures = LiveFigures()
     for n in range(0, 100, 2):
         figures.add([drafting(n), plain(n + 1, seconds=5.0)])
-    assert figures.num_plain_steps == 0
-    assert figures.compare()[0] is None
+    assert not any(group.plain for group in figures.window)
+    assert figures.compare().speedup is None
 
 
 def test_a_step_in_which_a_drafter_found_nothing_is_not_plain():
@@ -70,22 +70,22 @@ def test_a_step_in_which_a_drafter_found_nothing_is_not_plain():
     for second in range(5):
         steps = [plain(1000 * second + n, t_s=second) for n in range(20)]
         figures.add([replace(step, k_budget=4) for step in steps])
-    assert figures.num_plain_steps == 0
-    assert figures.compare()[0] is None
-    assert figures.compare()[1].num_cycles == 100
+    assert not any(group.plain for group in figures.window)
+    assert figures.compare().speedup is None
+    assert figures.compare().seconds.num_cycles == 100
 
 
 def test_steps_that_read_prompts_are_not_timed():
     figures = LiveFigures()
     figures.add([replace(drafting(1), num_prefill_rows=30)])
-    assert figures.compare()[1] == Seconds()
+    assert figures.compare().seconds == Seconds()
     assert figures.counts.num_steps == 1
 
 
 def test_a_cycle_of_several_requests_is_timed_once():
     figures = LiveFigures()
     figures.add([drafting(1), drafting(1, request_id="s")])
-    _, times = figures.compare()
+    times = figures.compare().seconds
     assert (times.num_cycles, times.num_steps, times.num_tokens) == (1, 2, 6)
     assert times.draft_s + times.verify_s == pytest.approx(0.02)
 
@@ -97,11 +97,11 @@ def test_the_times_per_token_have_the_speedup_as_their_ratio():
         figures.add([drafting(1000 * second + 10 + n, t_s=second) for n in range(second + 1)])
         pair = drafting(1000 * second + 90, t_s=second, seconds=9.0)  # no plain step has this batch
         figures.add([pair, replace(pair, request_id="s")])
-    speedup, times = figures.compare()
-    assert speedup is not None
-    token_s = times.total_s / times.num_tokens
-    assert speedup.plain_s / token_s == pytest.approx(speedup.value)
-    assert speedup.share_compared == pytest.approx((30 + 45) / (30 + 45 + 30))
+    found = figures.compare()
+    assert found.speedup is not None
+    token_s = found.seconds.total_s / found.seconds.num_tokens
+    assert found.plain_token_s / token_s == pytest.approx(found.speedup.estimate)
+    assert found.share_compared == pytest.approx((30 + 45) / (30 + 45 + 30))
 
 
 def test_acceptance_by_position():
@@ -116,7 +116,7 @@ def test_memory_is_bounded_and_old_seconds_are_left_out():
     figures = LiveFigures()
     for second in range(3 * HISTORY_S):
         figures.add([drafting(second, t_s=second + 0.5)])
-    assert len(figures.slices) == HISTORY_S
+    assert len(figures.groups) == HISTORY_S
     assert figures.counts.num_steps == WINDOW_S
 
 
@@ -131,7 +131,7 @@ def test_rate_counts_idle_seconds():
 def test_points_name_the_drafter_of_every_step():
     figures = LiveFigures()
     figures.add([drafting(1), plain(2), replace(drafting(3), method="suffix")])
-    point = figures.slices[-1].point(12.0)
+    point = figures.points(12.0)[-1]
     assert point["methods"] == {"draft_model": 1, "plain": 1, "suffix": 1}
     assert point["age_s"] == 2.0
     assert point["num_speculative_tokens"] == pytest.approx(8 / 3)
@@ -143,9 +143,9 @@ def test_the_baseline_is_of_the_same_seconds_as_the_steps():
         slow = 9.0 if second < HISTORY_S else 1.0  # another program slows everything at first
         figures.add([plain(1000 * second + n, t_s=second, seconds=0.01 * slow) for n in range(6)])
         figures.add([drafting(1000 * second + 9, t_s=second, seconds=0.02 * slow)])
-    found, _ = figures.compare()
+    found = figures.compare().speedup
     assert found is not None
-    assert found.value == pytest.approx((6 + 3) * 0.01 / (6 * 0.01 + 0.02), rel=1e-6)
+    assert found.estimate == pytest.approx((6 + 3) * 0.01 / (6 * 0.01 + 0.02), rel=1e-6)
 
 
 def test_a_baseline_outlives_the_seconds_that_were_kept():
@@ -154,9 +154,9 @@ def test_a_baseline_outlives_the_seconds_that_were_kept():
         figures.add([plain(1000 * second + n, t_s=second) for n in range(6)])
     for second in range(5, 10 + HISTORY_S):
         figures.add([drafting(1000 * second, t_s=second)])
-    found, _ = figures.compare()
+    found = figures.compare().speedup
     assert found is not None
-    assert found.value == pytest.approx(1.5)
+    assert found.estimate == pytest.approx(1.5)
 
 
 def test_batch_sizes_have_baselines_of_their_own():
@@ -166,6 +166,6 @@ def test_batch_sizes_have_baselines_of_their_own():
         pairs = [plain(1000 * second + n, t_s=second, seconds=0.012) for n in range(3, 6)]
         figures.add(alone)
         figures.add([r for p in pairs for r in (p, replace(p, request_id="s"))])
-    found, _ = figures.compare()
+    found = figures.compare().speedup
     assert found is not None
-    assert found.value == pytest.approx(1.0, rel=0.01)
+    assert found.estimate == pytest.approx(1.0, rel=0.01)

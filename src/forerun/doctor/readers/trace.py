@@ -25,10 +25,10 @@ from forerun.doctor.readers.trace_totals import (
     read_totals,
 )
 from forerun.theory.acceptance import AcceptanceCounts, ngrams
+from forerun.theory.figures import DURATIONS, MIN_PLAIN_STEPS, Seconds, merge_seconds
 from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord, TraceHeader
 from forerun.trace.columns import Mask
-from forerun.trace.cycles import MIN_PLAIN_STEPS, Seconds, merged
 
 MIN_CHANGES = 0.2
 """Least share of steps with another K than the step before; probes change K less often."""
@@ -83,18 +83,19 @@ def _add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     if not drafting:
         return
     compared = {size: total for size, total in drafting.items() if size in plain_step_s}
-    used = merged((compared or drafting).values())
+    used = merge_seconds((compared or drafting).values())
     if not used.num_cycles or used.total_s <= 0.0:
         return
     evidence.note("cycle_s", used.total_s / used.num_cycles, source)
-    for name in ("draft_s", "verify_s", "other_s"):
+    for name in DURATIONS:
         evidence.note(name, getattr(used, name) / used.num_cycles, source)
     evidence.note("batch", used.num_steps / used.num_cycles, source)
     if compared:
         plain_s = sum(plain_step_s[size] * total.num_cycles for size, total in compared.items())
         evidence.note("plain_step_s", plain_s / used.num_cycles, source)
-        speedup = totals.cycles.speedup(plain_step_s)
-        evidence.note("speedup", speedup, f"{source}: all decode steps, plain ones included")
+        if (speedup := totals.cycles.compare().speedup) is not None:
+            said = f"{source}: all decode steps, plain ones included"
+            evidence.note("speedup", speedup.estimate, said, speedup)
         _add_batch(evidence, compared, plain_step_s, source)
         _add_verify_curve(evidence, totals, plain_step_s, source)
 
@@ -146,7 +147,7 @@ def _add_verify_curve(
 
 
 def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    prefill = merged(totals.cycles.by_size("prefill").values())
+    prefill = merge_seconds(totals.cycles.by_size("prefill").values())
     everything_s = totals.cycles.total.total_s
     if everything_s > 0.0:
         evidence.note("prefill_share", prefill.total_s / everything_s, source)
@@ -298,7 +299,9 @@ def _add_growth(evidence: Evidence, cycles: Cycles, source: str) -> None:
 
 def _growth(cycles: Cycles, of: tuple[int, ...], split: int) -> tuple[int, float] | None:
     sides = [(place[2] > split, total) for place, total in cycles.items() if place[:2] == of]
-    short, long = (merged(total for is_long, total in sides if is_long is i) for i in (False, True))
+    short, long = (
+        merge_seconds(total for is_long, total in sides if is_long is i) for i in (False, True)
+    )
     num = min(short.num_cycles, long.num_cycles)
     if num < MIN_CYCLES or short.verify_s <= 0.0:
         return None

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from forerun.doctor.evidence import MAX_WORD
 from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.figures import Seconds
 from forerun.theory.intervals import student_quantile
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.columns import (
@@ -31,7 +32,7 @@ from forerun.trace.columns import (
     chosen,
     pieces_of,
 )
-from forerun.trace.cycles import CyclesByKind, Seconds, seconds_by
+from forerun.trace.cycles import CyclesByKind, seconds_by
 from forerun.trace.files import read_trace
 
 MIN_REQUESTS = 8
@@ -419,7 +420,7 @@ class TraceTotals:
         rows = cycles["batch_rows"] // size
         mean = np.add.reduceat(block.columns["context_tokens"], block.first) / size
         context = np.floor(2.0 * np.log2(mean + 1.0)).astype(np.int64)
-        self.cycles.add(cycles, size)
+        self.cycles.add(cycles)
         for sums, is_in, keys in (
             (self.rows, kind == DRAFTING, (size, rows)),
             (self.far, kind != PREFILL, (size, rows, context)),

@@ -273,14 +273,14 @@ def on_best_threads(
     for candidate in sorted(candidates):
         torch.set_num_threads(candidate)
         engine = load(candidate)
-        pace_s = _seconds_per_token(engine, text, clock)
+        pace_s = _time_token(engine, text, clock)
         found.append((pace_s, torch.get_num_threads(), engine))
     pace_s, num_torch_threads, best = min(found, key=lambda entry: entry[0])
     torch.set_num_threads(num_torch_threads)
     return best, pace_s
 
 
-def _seconds_per_token(plain: Generator, text: str, clock: Callable[[], float]) -> float:
+def _time_token(plain: Generator, text: str, clock: Callable[[], float]) -> float:
     """Measure seconds per token of a short completion, excluding a first warm-up run."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     plain.generate([text], params)

@@ -47,13 +47,8 @@ from forerun.trace.files import TraceWriter
 THREADS_PROMPT = "The number of threads is chosen by decoding a few tokens after this text."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """Requests and step records of one `generate` call."""
-
-    params: tuple[SamplingParams, ...]
-    records: list[StepRecord]
-    outputs: list[RequestOutput]
+Call = tuple[tuple[SamplingParams, ...], list[StepRecord], list[RequestOutput]]
+"""Parameters, step records and outputs of one `generate` call."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,13 +72,13 @@ class TracedEngine:
             outputs = self.engine.generate(prompts, each)
         finally:
             self.engine.observers.remove(observer)
-        self.calls.append(Call(params=each, records=records, outputs=outputs))
+        self.calls.append((each, records, outputs))
         return outputs
 
     def write(self, trace: TraceWriter, *, with_tokens: bool) -> None:
-        for call in self.calls:
-            texts = {output.request_id: iter(output.token_ids) for output in call.outputs}
-            for record in call.records:
+        for asked, records, outputs in self.calls:
+            texts = {output.request_id: iter(output.token_ids) for output in outputs}
+            for record in records:
                 emitted = tuple(next(texts[record.request_id]) for _ in range(record.num_emitted))
                 changes: Mapping[str, Json] = {
                     "request_id": self._name(record.request_id),
@@ -91,7 +86,7 @@ class TracedEngine:
                     "token_ids": emitted if with_tokens else None,
                 }
                 trace.add(record, changes)
-            for output, params in zip(call.outputs, call.params, strict=True):
+            for output, params in zip(outputs, asked, strict=True):
                 for request in request_records(output, params, self.tags, with_tokens=with_tokens):
                     trace.add(request, {"request_id": self._name(request.request_id)})
         self.calls.clear()
@@ -112,19 +107,19 @@ class BenchTrace:
         self.engines: list[TracedEngine] = []
 
     def over(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> tuple[BenchArm, ...]:
-        return tuple(self._traced(arms, tags))
-
-    def _traced(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> Iterator[BenchArm]:
+        """Return the arms with engines whose steps are kept until `write`."""
+        traced = []
         for arm in arms:
             assert isinstance(arm.engine, Engine)
-            traced = TracedEngine(
+            engine = TracedEngine(
                 engine=arm.engine,
                 arm=arm.name,
                 tags=(arm.name, *tags),
                 drafter_hash=self.draft_hashes.get(arm.draft or ""),
             )
-            self.engines.append(traced)
-            yield replace(arm, engine=traced)
+            self.engines.append(engine)
+            traced.append(replace(arm, engine=engine))
+        return tuple(traced)
 
     def write(self) -> None:
         """Write the records of the latest block."""

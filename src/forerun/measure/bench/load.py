@@ -181,7 +181,7 @@ def load_figures(
     found = {}
     for name, (taken, combined) in LOAD_FIGURES.items():
         below = None if other is None else [taken(block) for block in other]
-        statistic = partial(_of_resample, combined, [taken(block) for block in blocks], below)
+        statistic = partial(_compute_resample, combined, [taken(block) for block in blocks], below)
         if len(blocks) < LEAST_BLOCKS:
             found[name] = Interval(estimate=statistic([range(1)]), low=0.0, high=math.inf)
         else:
@@ -189,7 +189,7 @@ def load_figures(
     return found
 
 
-def _of_resample(
+def _compute_resample(
     combined: Callable[[Sequence[Samples]], float],
     above: Sequence[Samples],
     below: Sequence[Samples] | None,
@@ -219,8 +219,7 @@ def load_outcome(ratio: Interval, num_blocks: int) -> str:
     if num_blocks < MIN_BLOCKS:
         return f"{ratio.estimate:.2f}, no difference shown ({num_blocks} blocks are too few)"
     is_shown = ratio.is_above(1.0) or ratio.is_below(1.0)
-    ends = f"{ratio.estimate:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
-    return ends if is_shown else f"{ends}, no difference shown"
+    return ratio.show() if is_shown else f"{ratio.show()}, no difference shown"
 
 
 def agreement(blocks: Sequence[LoadBlock], other: Sequence[LoadBlock]) -> tuple[int, Interval]:

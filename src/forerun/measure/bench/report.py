@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean
@@ -10,78 +10,50 @@ from statistics import mean
 from forerun.measure.bench.compare import BenchArm, Block, Measurement
 from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig
 from forerun.provenance import Provenance
-from forerun.theory.acceptance import AcceptanceCounts, distinct_ngram_share
-from forerun.theory.intervals import Interval, bootstrap_ratio
-
-RatioInterval = Callable[[Sequence[float], Sequence[float]], Interval]
-"""Interval of sum(numerators) / sum(denominators) over paired blocks."""
+from forerun.theory.acceptance import distinct_ngram_share
+from forerun.theory.figures import Figures, Group, resample_ratio, summarise_groups
+from forerun.theory.intervals import Interval, bootstrap, bootstrap_ratio
 
 MIN_BLOCKS = 5
 """Least number of blocks from which an interval is trusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArmSummary:
+class ArmSummary(Figures):
     """Figures of one arm over all blocks.
 
+    Its speedup is of plain seconds over this arm's, per token and paired by prompt, prefill
+    included; kappa is the mean time of a decode step in those of the plain arm.
+
     Attributes:
-        num_blocks: batches measured; batches of one prompt are prompts.
         decode_tokens_per_s: without the prefill and the token it yields.
-        speedup: plain seconds over this arm's, per token and paired by prompt, prefill included.
         step_s: mean seconds of a decode step.
-        cycle_cost: kappa, the same in plain decode steps.
         break_even: accepted / drafted at which tau equals kappa; None where nothing was drafted.
         distinct_4gram_share: mean over the completions; low where text loops.
         disturbance: what shows that something else slowed one of the arms; None if nothing does.
     """
 
     arm: BenchArm
-    num_blocks: int
-    num_tokens: int
     tokens_per_s: Interval
     decode_tokens_per_s: Interval
     speedup: Interval
+    cycle_cost: Interval
     decode_speedup: Interval
-    acceptance: AcceptanceCounts
     step_s: float
-    cycle_cost: float
     break_even: float | None
     distinct_4gram_share: float
     disturbance: str | None = None
 
-    @property
-    def acceptance_length(self) -> float:
-        """tau over the steps that drafted; 1 for plain decoding."""
-        return self.acceptance.acceptance_length or 1.0
-
     def to_dict(self) -> dict[str, object]:
+        values, arm = super(ArmSummary, self).to_dict(), self.arm
+        del values["arm"]
         return {
-            "name": self.arm.name,
-            "method": self.arm.method,
-            "k": self.arm.num_speculative_tokens,
-            "tree": None if self.arm.tree is None else str(self.arm.tree),
-            "num_blocks": self.num_blocks,
-            "num_tokens": self.num_tokens,
-            "tokens_per_s": self.tokens_per_s.estimate,
-            "tokens_per_s_ci": ends(self.tokens_per_s),
-            "decode_tokens_per_s": self.decode_tokens_per_s.estimate,
-            "decode_tokens_per_s_ci": ends(self.decode_tokens_per_s),
-            "speedup": self.speedup.estimate,
-            "speedup_ci": ends(self.speedup),
-            "decode_speedup": self.decode_speedup.estimate,
-            "decode_speedup_ci": ends(self.decode_speedup),
-            "acceptance_length": self.acceptance_length,
-            "acceptance_rate_per_position": list(self.acceptance.acceptance_rate_per_position),
-            "drafted_per_position": list(self.acceptance.drafted_per_position),
-            "accepted_per_position": list(self.acceptance.accepted_per_position),
-            "num_drafted": self.acceptance.num_drafted,
-            "num_accepted": self.acceptance.num_accepted,
-            "draft_acceptance_rate": self.acceptance.draft_acceptance_rate,
-            "step_s": self.step_s,
-            "cycle_cost": self.cycle_cost,
-            "break_even": self.break_even,
-            "distinct_4gram_share": self.distinct_4gram_share,
-            "disturbance": self.disturbance,
+            "name": arm.name,
+            "method": arm.method,
+            "k": arm.num_speculative_tokens,
+            "tree": None if arm.tree is None else str(arm.tree),
+            "num_blocks": values.pop("num_groups"),
+            **values,
         }
 
 
@@ -89,9 +61,8 @@ def summarise(
     blocks: Sequence[Block], *, seed: int = 0, num_resamples: int = 2000
 ) -> list[ArmSummary]:
     """Compute the figures of every arm, compared with the first arm."""
-    columns = _columns_of(measurable(blocks))
-    interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
-    return [_summarise_arm(column, columns[0], interval) for column in columns]
+    columns = _split_arms(measurable(blocks))
+    return [_summarise_arm(column, columns[0], seed, num_resamples) for column in columns]
 
 
 def rows_of(blocks: Sequence[Block]) -> tuple[ArmSummary, ...]:
@@ -105,35 +76,46 @@ def measurable(blocks: Sequence[Block]) -> list[Block]:
 
 
 def _summarise_arm(
-    own: Sequence[Measurement], plain: Sequence[Measurement], interval: RatioInterval
+    own: Sequence[Measurement], plain: Sequence[Measurement], seed: int, num_resamples: int
 ) -> ArmSummary:
     """Compute the figures of one arm from its measurements and those of plain decoding."""
-    acceptance = sum((m.acceptance for m in own), AcceptanceCounts()).drafting
-    own_step_s = step_s(own)
-    kappa = own_step_s / step_s(plain)
-    num_steps, num_drafted = acceptance.num_steps, acceptance.num_drafted
-    return ArmSummary(
-        arm=own[0].arm,
-        num_blocks=len(own),
-        num_tokens=sum(m.num_tokens for m in own),
-        tokens_per_s=interval([m.num_tokens for m in own], [m.total_s for m in own]),
-        decode_tokens_per_s=interval([m.num_decoded for m in own], [m.decode_s for m in own]),
-        speedup=interval(
+    interval = partial(bootstrap_ratio, seed=seed, num_resamples=num_resamples)
+    over_blocks = partial(resample_ratio, seed=seed, num_resamples=num_resamples)
+    groups = [Group(acceptance=m.acceptance, num_tokens=m.num_tokens) for m in own]
+    figures = summarise_groups(groups, over_blocks)
+    step_ratio = partial(_compare_steps, own, plain)
+    kappa = bootstrap(step_ratio, [len(own)], seed=seed, num_resamples=num_resamples)
+    num_steps, num_drafted = figures.num_steps, figures.num_drafted
+    changes = {
+        "speedup": interval(
             [m.total_s for m in plain],
             [m.total_s * p.num_tokens / m.num_tokens for m, p in zip(own, plain, strict=True)],
         ),
+        "cycle_cost": kappa,
+    }
+    return ArmSummary(
+        **figures.fields | changes,
+        arm=own[0].arm,
+        tokens_per_s=interval([m.num_tokens for m in own], [m.total_s for m in own]),
+        decode_tokens_per_s=interval([m.num_decoded for m in own], [m.decode_s for m in own]),
         decode_speedup=interval(
             [m.decode_s for m in plain],
             [m.decode_s * p.num_decoded / m.num_decoded for m, p in zip(own, plain, strict=True)],
         ),
-        acceptance=acceptance,
-        step_s=own_step_s,
-        cycle_cost=kappa,
+        step_s=step_s(own),
         # tau = 1 + rate * nodes per step, so tau = kappa at this rate, for every acceptance profile
-        break_even=(kappa - 1.0) * num_steps / num_drafted if num_drafted else None,
+        break_even=(kappa.estimate - 1.0) * num_steps / num_drafted if num_drafted else None,
         distinct_4gram_share=mean([distinct_ngram_share(t) for m in own for t in m.token_ids]),
-        disturbance=find_disturbance(own, plain, kappa),
+        disturbance=find_disturbance(own, plain, kappa.estimate),
     )
+
+
+def _compare_steps(
+    own: Sequence[Measurement], plain: Sequence[Measurement], groups: Sequence[Sequence[int]]
+) -> float:
+    """Return the time of a step in plain steps, over the chosen blocks."""
+    chosen = groups[0]
+    return step_s([own[index] for index in chosen]) / step_s([plain[index] for index in chosen])
 
 
 LEAST_CYCLE_COST = 0.95
@@ -179,10 +161,10 @@ def best_arm(blocks: Sequence[Block]) -> BenchArm:
     def tokens_per_s(measurements: Sequence[Measurement]) -> float:
         return sum(m.num_tokens for m in measurements) / sum(m.total_s for m in measurements)
 
-    return max(_columns_of(blocks), key=tokens_per_s)[0].arm
+    return max(_split_arms(blocks), key=tokens_per_s)[0].arm
 
 
-def _columns_of(blocks: Sequence[Block]) -> list[list[Measurement]]:
+def _split_arms(blocks: Sequence[Block]) -> list[list[Measurement]]:
     return [list(column) for column in zip(*blocks, strict=True)]
 
 
@@ -191,10 +173,6 @@ def step_s(measurements: Sequence[Measurement]) -> float:
     # The prompts of a batch share their steps: each is counted with its own seconds.
     seconds = sum(m.decode_s * len(m.batch) for m in measurements)
     return seconds / sum(m.num_decode_steps for m in measurements)
-
-
-def ends(interval: Interval) -> list[float]:
-    return [interval.low, interval.high]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,25 +218,23 @@ def outcome(summary: ArmSummary) -> str:
     speedup = summary.speedup
     if summary.disturbance is not None:
         return f"the measurement was disturbed: {summary.disturbance}; repeat it on a quiet machine"
-    if summary.num_blocks < MIN_BLOCKS:
-        return f"no difference shown ({summary.num_blocks} blocks are too few)"
+    if summary.num_groups < MIN_BLOCKS:
+        return f"no difference shown ({summary.num_groups} blocks are too few)"
     if speedup.is_above(1.0):
         return f"faster, {speedup.estimate:.2f}x"
     if speedup.is_below(1.0):
         return f"slower, {speedup.estimate:.2f}x"
-    ends = f"{speedup.low:.2f} to {speedup.high:.2f}"
-    return f"no difference shown (the interval {ends} includes 1)"
+    return f"no difference shown (the interval {speedup.show_ends()} includes 1)"
 
 
 def reason(summary: ArmSummary) -> str:
     """Explain an arm's speedup by its draft acceptance rate, compared with the break-even rate."""
-    acceptance, break_even = summary.acceptance, summary.break_even
-    rate = acceptance.draft_acceptance_rate
+    rate, break_even = summary.draft_acceptance_rate, summary.break_even
     if rate is None or break_even is None:
         return "nothing was drafted"
-    counts = f"accepts {acceptance.num_accepted} of {acceptance.num_drafted} drafted ({rate:.2f})"
+    counts = f"accepts {summary.num_accepted} of {summary.num_drafted} drafted ({rate:.2f})"
     if break_even > 1.0:
-        costs = f"a step costs {summary.cycle_cost:.2f} plain steps"
+        costs = f"a step costs {summary.cycle_cost.estimate:.2f} plain steps"
         return f"{counts}, and {costs}, more than full acceptance would repay"
     side = "above" if rate > break_even else "below"
     sentence = f"{counts}, {side} the break-even of {max(0.0, break_even):.2f}"
@@ -322,14 +298,13 @@ class CellReport:
             "batch": self.batch,
             "rows": [self.row(summary) for summary in self.rows],
             "best_of_several": self.best.to_dict() if self.best else None,
-            "blocks": [[_as_sample(m) for m in block] for block in self.blocks],
+            "blocks": [[_write_sample(m) for m in block] for block in self.blocks],
         }
 
     def row(self, summary: ArmSummary) -> dict[str, object]:
         chain = faster_chain(summary, self.rows)
-        return _as_row(summary) | {
-            "faster_chain": None if chain is None else chain.arm.name,
-        }
+        said = {"verdict": verdict(summary), "faster_chain": chain and chain.arm.name}
+        return summary.to_dict() | said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,11 +329,7 @@ class BenchReport:
         }
 
 
-def _as_row(summary: ArmSummary) -> dict[str, object]:
-    return summary.to_dict() | {"verdict": verdict(summary)}
-
-
-def _as_sample(measurement: Measurement) -> dict[str, object]:
+def _write_sample(measurement: Measurement) -> dict[str, object]:
     return {
         "arm": measurement.arm.name,
         "total_s": measurement.total_s,

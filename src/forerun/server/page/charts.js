@@ -129,15 +129,15 @@ export function shares(container, points, kinds, { span, height }) {
 }
 
 /** The speedup's interval on a scale around 1, where halving and doubling have the same length. */
-export function interval(container, estimate) {
-  const label = estimate ? `Speedup ${figure(estimate.value)}, between ${figure(estimate.low)} and ${figure(estimate.high)}` : "Speedup not measured";
+export function interval(container, speedup) {
+  const label = speedup ? `Speedup ${figure(speedup.estimate)}, between ${figure(speedup.low)} and ${figure(speedup.high)}` : "Speedup not measured";
   const { svg, width } = canvas(container, 40, label);
-  const reach = estimate ? Math.min(8, Math.max(2, estimate.high * 1.1, 1.1 / Math.max(estimate.low, 0.01))) : 2;
+  const reach = speedup ? Math.min(8, Math.max(2, speedup.high * 1.1, 1.1 / Math.max(speedup.low, 0.01))) : 2;
   const x = (value) => width / 2 + ((width - 24) / 2) * (Math.log(Math.min(reach, Math.max(1 / reach, value))) / Math.log(reach));
   svg.append(node("line", { x1: 8, x2: width - 8, y1: 14, y2: 14, class: "gridline" }));
-  if (estimate) {
-    svg.append(node("rect", { x: x(estimate.low), y: 10, width: Math.max(2, x(estimate.high) - x(estimate.low)), height: 8, rx: 4, class: "range" }));
-    svg.append(node("circle", { cx: x(estimate.value), cy: 14, r: 5, class: "range-value" }));
+  if (speedup) {
+    svg.append(node("rect", { x: x(speedup.low), y: 10, width: Math.max(2, x(speedup.high) - x(speedup.low)), height: 8, rx: 4, class: "range" }));
+    svg.append(node("circle", { cx: x(speedup.estimate), cy: 14, r: 5, class: "range-value" }));
   }
   svg.append(node("line", { x1: width / 2, x2: width / 2, y1: 4, y2: 24, class: "one" }));
   for (const value of [1 / reach, 1, reach]) svg.append(node("text", { x: x(value), y: 37, "text-anchor": "middle" }, value === 1 ? "1 (plain)" : figure(value, 2)));

@@ -68,7 +68,7 @@ const VERDICTS = { faster: "Faster than plain decoding", slower: "Slower than pl
 function showSpeedup({ speedup, window_s: seconds }) {
   const kind = kindOf(speedup);
   byId("speedup-tile").dataset.kind = kind;
-  setText("speedup", figure(speedup?.value));
+  setText("speedup", figure(speedup?.estimate));
   setText("speedup-unit", speedup ? "×" : "");
   if (!speedup) {
     setText("speedup-note", "Not measured: it takes some plain steps and some seconds of decoding.");
@@ -77,8 +77,8 @@ function showSpeedup({ speedup, window_s: seconds }) {
   }
   const share = speedup.share_compared < 0.995 ? ` These steps yield ${percent(speedup.share_compared)} of the tokens; at other batch sizes no plain steps were measured.` : "";
   const words = `${VERDICTS[kind]}: 95 % between ${figure(speedup.low)} and ${figure(speedup.high)}.`;
-  setText("speedup-note", `${words} Over the decode steps of the latest ${figure(seconds, 2)} s with activity, against ${count(speedup.num_plain_steps)} plain steps measured on this server. Reading prompts is not included.${share}`);
-  setText("diagnosis-speedup", `Speedup, as on Live: ${figure(speedup.value)} ×. ${words}`);
+  setText("speedup-note", `${words} Over the decode steps of the latest ${figure(seconds, 2)} s with activity, against the plain steps measured on this server. Reading prompts is not included.${share}`);
+  setText("diagnosis-speedup", `Speedup, as on Live: ${figure(speedup.estimate)} ×. ${words}`);
 }
 
 function showFigures({ setup, load, latency, positions: drafted, ...live }) {
@@ -126,7 +126,7 @@ function showTimes({ token_times: times, speedup }) {
     const parts = [["draft", "drafting", times.draft_s], ["verify", "target pass", times.verify_s], ["other", "everything else", times.other_s]];
     rows.push({ name: "Now, plain steps included", parts, total: times.draft_s + times.verify_s + times.other_s });
   }
-  if (times && speedup) rows.push({ name: "Plain decoding", parts: [["plain", "plain steps", speedup.plain_s]], total: speedup.plain_s });
+  if (times && speedup) rows.push({ name: "Plain decoding", parts: [["plain", "plain steps", speedup.plain_token_s]], total: speedup.plain_token_s });
   tokenTimes(byId("chart-step"), rows);
   setText("step-note", speedup
     ? "The time of a step, divided by the tokens that it yields for all requests. The ratio of the two bars is the speedup above."

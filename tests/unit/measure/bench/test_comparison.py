@@ -104,7 +104,7 @@ def test_the_best_is_scored_on_blocks_that_did_not_choose_it(make_arm, clock):
     best = best_of_several(favoured)
     assert best.summary.arm is lucky
     assert best.num_candidates == 2
-    assert (best.num_chosen_on, best.summary.num_blocks) == (4, 4)
+    assert (best.num_chosen_on, best.summary.num_groups) == (4, 4)
     assert best.summary.speedup.is_below(1.0)
 
 

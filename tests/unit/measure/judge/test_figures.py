@@ -33,7 +33,6 @@ def test_figures_are_ratios_of_sums_over_prompts():
     assert overall.acceptance_rate_per_position[1] == bootstrap_ratio([1, 1, 0], [3, 1, 2], seed=0)
     assert [b.estimate for b in overall.acceptance_rate_per_position] == [3 / 6, 2 / 6, 1 / 6]
     assert overall.acceptance_probability == bootstrap_ratio([1.5, 0.0], [2, 1], seed=0)
-    assert overall.mean_context == 10.0
     assert overall.speedup is None
 
 
