@@ -13,7 +13,7 @@ from tests.contract.test_more_families import MORE, network
 
 from forerun.errors import InvalidModel
 from forerun.models import attention, base, huggingface, recurrent
-from forerun.models.architecture import SUPPORTED
+from forerun.models.families import FAMILIES
 from forerun.models.huggingface import check_passes
 from forerun.models.load import load_model
 
@@ -42,7 +42,7 @@ def compared(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_class_at_its_released_size_passes(name):
     model_class = getattr(transformers, name)
     settings = RELEASED.get(name.removesuffix("ForCausalLM"), {})

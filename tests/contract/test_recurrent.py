@@ -20,8 +20,9 @@ from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import RequestTerms
 from forerun.errors import NotEnoughMemory
-from forerun.models import architecture, huggingface, memory, recurrent
+from forerun.models import huggingface, memory, recurrent
 from forerun.models.base import Context, pack
+from forerun.models.families import FAMILIES
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model
 from forerun.models.recurrent import RecurrentStore, StackedStates
@@ -334,5 +335,7 @@ def test_known_faults_would_show(monkeypatch, plant):
 
 
 def test_the_table_of_recurrent_families_is_whole():
-    assert {f"{family}ForCausalLM" for family in RECURRENT} == set(architecture.RECURRENT)
+    assert {f"{family}ForCausalLM" for family in RECURRENT} == {
+        name for name, row in FAMILIES.items() if row.states is not None
+    }
     assert RECURRENT.keys() <= MORE.keys()

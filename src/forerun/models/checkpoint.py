@@ -16,16 +16,10 @@ from torch import Tensor
 from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_json
 from forerun.cache import HASH_LENGTH, cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
-from forerun.models.architecture import (
-    SUPPORTED,
-    Architecture,
-    check_layer_count,
-    read_architecture,
-    text_class,
-    unsupported_class,
-)
+from forerun.models.architecture import Architecture, check_layer_count, read_architecture
 from forerun.models.catalog import model_folder
 from forerun.models.decoder import StoredWeights
+from forerun.models.families import FAMILIES, explain_refusal, find_family, find_text_class
 from forerun.models.gguf.file import GGUFFile, open_gguf
 from forerun.models.gguf.tokenizer import ENDS, build_tokenizer, special_tokens, split_rule
 from forerun.models.quantised_folder import METHOD, open_quantised, read_scheme
@@ -144,15 +138,14 @@ class ModelFiles:
         _refuse_own_code(self.folder, settings, architecture)
         _refuse_heads(self.folder, settings, architecture)
         method = settings.get("quantization_config") or {}
-        text = None if method else text_class(architecture, settings)
+        text = None if method else find_text_class(architecture, settings)
         if not isinstance(method, dict):
             raise InvalidModel(
                 f"{where} has quantization_config={method!r:.60}; it must be an object"
             )
         if method and method.get("quant_method") != METHOD:
             read_scheme(where, method)
-        if (text or architecture) not in SUPPORTED:
-            raise InvalidModel(unsupported_class(architecture))
+        find_family(text or architecture)
         return Description(text or architecture, text is not None, method)
 
     @property
@@ -468,8 +461,8 @@ def _refuse_own_code(folder: Path, settings: Mapping[str, Any], architecture: st
         return
     code = settings["auto_map"] if isinstance(settings["auto_map"], dict) else {}
     own_class = str(code.get("AutoModelForCausalLM")).rpartition(".")[2]
-    if own_class != architecture or architecture not in SUPPORTED:
-        reason = "" if architecture in SUPPORTED else f". {unsupported_class(architecture)}"
+    if own_class != architecture or architecture not in FAMILIES:
+        reason = "" if architecture in FAMILIES else f". {explain_refusal(architecture)}"
         raise InvalidModel(
             f"{folder} needs code of its own (auto_map); remote code is never run{reason}"
         )

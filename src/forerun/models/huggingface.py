@@ -26,6 +26,7 @@ from forerun.models.architecture import LAYER_COUNTS, Architecture, read_archite
 from forerun.models.attention import ATTENTION_NAME, falcon_attention, plan_pass, register, running
 from forerun.models.base import Context, ModelOutput, RowBatch, StoredModel, pack
 from forerun.models.checkpoint import ModelFiles
+from forerun.models.families import find_family
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 from forerun.models.recurrent import RecurrentPass, RecurrentStore, pack_recurrent_layers
@@ -49,10 +50,6 @@ def find_part(network: Any, *names: str) -> Any:
     return next((module for name, module in body.named_children() if name in names), None)
 
 
-LOGITS_MULTIPLIED = ("HyperCLOVAXForCausalLM",)
-"""Models that multiply logits by `logits_scaling`; others divide by it."""
-
-
 class HuggingFaceModel(StoredModel):
     """A LanguageModel over a transformers model that attends through `packed_attention`."""
 
@@ -63,6 +60,7 @@ class HuggingFaceModel(StoredModel):
     ) -> None:
         super().__init__(architecture, store)
         self.network = network
+        self.family = find_family(architecture.name)
         self._recurrent_pass: RecurrentPass | None = None
         if isinstance(store, RecurrentStore) and architecture.recurrent is not None:
             self._recurrent_pass = pack_recurrent_layers(network, architecture, store)
@@ -105,7 +103,7 @@ class HuggingFaceModel(StoredModel):
         embedded = embedded * self._setting("embedding_multiplier", 1.0)
         if self._setting("mup_enabled", False):
             embedded = embedded * self.architecture.hidden_size**0.5
-        if self.architecture.name == "NanoChatForCausalLM":
+        if self.family.norms_embedding:
             embedded = self.final_norm(embedded)
         return self._project(embedded, "project_in")
 
@@ -120,7 +118,7 @@ class HuggingFaceModel(StoredModel):
         projected = self._project(hidden, "project_out")
         logits: Tensor = self.network.get_output_embeddings()(projected)
         scaling = self._setting("logits_scaling", 1.0)
-        divisor = 1 / scaling if self.architecture.name in LOGITS_MULTIPLIED else scaling
+        divisor = 1 / scaling if self.family.multiplies_logits else scaling
         logits = logits * self._setting("logit_scale", 1.0) / divisor
         cap = self._setting("final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap

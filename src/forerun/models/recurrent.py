@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from forerun.errors import InvalidModel
 from forerun.models.architecture import Architecture
 from forerun.models.base import Span
+from forerun.models.families import find_family
 from forerun.models.kv_store import ContiguousKVStore, KVPrefix
 from forerun.models.memory import KVGeometry
 from forerun.models.slots import MIN_SHARED_TOKENS, Prefix
@@ -31,9 +32,6 @@ LayerState = Mapping[tuple[str, int], Tensor]
 
 RowState = dict[int, LayerState]
 """The states of all recurrent layers after one row, by layer."""
-
-CONTINUED_BY_ROW = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")
-"""Modules whose scan over several rows starts from zero, whatever the state is."""
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names that transformers gives the parameter for the states; `cache` since 5.24."""
@@ -340,6 +338,8 @@ def pack_recurrent_layers(
     Every pass is announced to the object that is returned.
     """
     current = RecurrentPass(store)
+    states = find_family(architecture.name).states
+    by_row = states is not None and states.is_scanned_from_zero
     for parent in [*network.modules()]:
         if isinstance(parent, PackedRecurrence):
             parent.current = current
@@ -347,7 +347,6 @@ def pack_recurrent_layers(
         for name, child in [*parent.named_children()]:
             if type(child).__name__ == architecture.recurrent:
                 untyped: Any = child
-                by_row = architecture.recurrent in CONTINUED_BY_ROW
                 packed = PackedRecurrence(child, untyped.layer_idx, current, by_row=by_row)
                 setattr(parent, name, packed)
     return current

@@ -166,10 +166,8 @@ def _add_special(backend: Backend, file: GGUFFile, tokens: Sequence[str]) -> Non
     """Add the tokens that are found in a text before it is split."""
     types = file.array("tokenizer.ggml.token_type")
     named = list(zip(tokens, types, strict=False))
-    # As llama.cpp has it, of the models of this family alone.
-    strips = str(file.metadata.get("general.architecture")) == "phi3" and SPACE in "".join(
-        tokens[:1000]
-    )
+    # As llama.cpp has it.
+    strips = file.form.strips_after_special and SPACE in "".join(tokens[:1000])
     backend.add_special_tokens(
         [
             AddedToken(token, normalized=False, special=True, rstrip=strips and "|" in token)
