@@ -27,8 +27,7 @@ from forerun.engine.results import TokenLogprobs
 from forerun.engine.sequence import Sequence
 from forerun.errors import MaskError
 from forerun.models.base import Context, Span
-from forerun.models.kv_store import KVStore
-from forerun.models.slots import MIN_SHARED_TOKENS, common_length
+from forerun.models.kv_store import MIN_SHARED_TOKENS, KVStore, common_length
 from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.history import RowHistory, problem_of_allowed
 from forerun.sampling.kernels import raw_logprobs

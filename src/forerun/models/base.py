@@ -16,8 +16,7 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
 from forerun.models.architecture import Architecture, WeightFormat
-from forerun.models.kv_store import KVStore, TensorKVStore
-from forerun.models.slots import Prefix, common_length
+from forerun.models.kv_store import KVStore, Prefix, TensorKVStore, common_length
 from forerun.theory.tree import NO_TREE, TokenTree
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.tabular import TokenStore
 
 from forerun.models.base import Context, Span
-from forerun.models.slots import MIN_SHARED_TOKENS, common_length
+from forerun.models.kv_store import MIN_SHARED_TOKENS, common_length
 
 LONG = list(range(100, 140))
 
