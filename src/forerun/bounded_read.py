@@ -427,11 +427,3 @@ def _unpacked_bytes(array: pa.Array) -> int:
     if pa.types.is_struct(array.type):
         return sum(map(_unpacked_bytes, array.flatten()))
     return 0
-
-
-def expand_home(path: str | Path) -> Path:
-    """Return the path with "~" expanded; that of an unknown user stays as it is."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)

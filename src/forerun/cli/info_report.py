@@ -13,7 +13,7 @@ from rich.table import Table
 
 from forerun.cli.tables import SafeConsole
 from forerun.drafters.vocabulary_map import map_vocabularies
-from forerun.engine.sampling_defaults import sampling_defaults
+from forerun.engine.loading import sampling_defaults
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.catalog import ZOO_DRAFTS, ZOO_HEADS
 from forerun.models.checkpoint import FLOATS, ModelFiles, read_object, weights_hash

@@ -25,7 +25,7 @@ from forerun.models.quantised_folder import (
     quantise_matrix,
     stored_tensors,
 )
-from forerun.models.stored_tensors import tensor_reader, write_files
+from forerun.models.stored_tensors import write_files
 from forerun.models.tokenizers import Tokenizer
 
 MAX_TOKENS = 500
@@ -120,7 +120,7 @@ def write_quantised(
     stored = files.weights.names
     names = dict.fromkeys((*stored, QUANTISED_HEAD))
     parts = tuple(f"{part}.weight" for parts in variant.parts for part in parts)
-    read = tensor_reader(files.weights, None, torch.device("cpu"))
+    read = files.weights.reader(None, torch.device("cpu"))
     tensors = {}
     for place, name in enumerate(names):
         tensor = read(name if name in stored else EMBEDDING)

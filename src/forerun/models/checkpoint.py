@@ -21,7 +21,7 @@ from forerun.models.catalog import model_folder
 from forerun.models.decoder import StoredWeights
 from forerun.models.families import FAMILIES, explain_refusal, find_family, find_text_class
 from forerun.models.gguf.file import GGUFFile, open_gguf
-from forerun.models.gguf.tokenizer import ENDS, build_tokenizer, special_tokens, split_rule
+from forerun.models.gguf.tokenizer import ENDS, build_tokenizer, special_tokens
 from forerun.models.quantised_folder import METHOD, open_quantised, read_scheme
 from forerun.models.stored_tensors import ITEM_BYTES, FloatWeights, parse_header
 from forerun.models.tokenizers import (
@@ -329,7 +329,7 @@ class GGUFModel(ModelFiles):
     def check(self) -> None:
         """Refuse a file without tensors, or with a tokenizer whose rule is unknown."""
         if self.weights.metadata.get("tokenizer.ggml.model") == "gpt2":
-            split_rule(self.weights)
+            _ = self.tokenizer
         self.check_tensors()
 
     @cached_property

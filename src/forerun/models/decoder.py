@@ -111,6 +111,13 @@ class StoredWeights(ABC):
     def read(self, name: str) -> Tensor:
         """Return a parameter in floating point, dequantised."""
 
+    def reader(self, dtype: torch.dtype | None, device: torch.device) -> ReadTensor:
+        """Return a function that reads a parameter, converted and moved to a device.
+
+        Without a dtype it is the stored one.
+        """
+        return lambda name: self.read(name).to(device=device, dtype=dtype)
+
     def groups(self, name: str) -> BlockFormat | None:
         """Return the format of a matrix in few bits, by its name in transformers; else None."""
         return None

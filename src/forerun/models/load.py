@@ -40,7 +40,6 @@ from forerun.models.decoder import (
     unsupported,
 )
 from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estimate, geometry_of
-from forerun.models.stored_tensors import check_parameters, has_own_head, tensor_reader
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -57,6 +56,8 @@ STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 preparation = logging.getLogger("forerun.preparation")
 logger = logging.getLogger("forerun.runner")
+
+HEAD = "lm_head.weight"
 
 LARGE_BYTES = 1 << 30
 """Bytes of weights from which on loading is announced, because it takes seconds."""
@@ -221,10 +222,41 @@ class ModelRun:
             if factors.shape != decoder.inv_freq.shape or not bool((factors > 0).all()):
                 raise InvalidModel(f"{files.folder} has factors of the rotation of a wrong form")
             decoder = replace(decoder, inv_freq=decoder.inv_freq / factors)
-        if decoder.tied and has_own_head(weights, self.geometry.dtype):
+        if decoder.tied and _has_own_head(weights, self.geometry.dtype):
             decoder = replace(decoder, tied=False)
-        check_parameters(weights, parameter_shapes(decoder), files.folder)
+        _check_parameters(weights, parameter_shapes(decoder), files.folder)
         return decoder
+
+
+def _check_parameters(
+    weights: StoredWeights, expected: Mapping[str, tuple[int, ...]], folder: Path
+) -> None:
+    """Refuse files whose parameters are not exactly those of the model."""
+    found = weights.shapes
+    tied_head = {HEAD} if HEAD not in expected else set()
+    misshapen = {n for n, shape in expected.items() if found.get(n, shape) != shape}
+    problems = {
+        "missing": expected.keys() - found.keys(),
+        "unexpected": found.keys() - expected.keys() - tied_head - weights.zero_biases,
+        "mismatched": misshapen,
+    }
+    for problem, names in problems.items():
+        if names:
+            raise InvalidModel(
+                f"the weights in {folder} do not fit its configuration: "
+                f"{len(names)} {problem}, the first {min(names)}"
+            )
+
+
+def _has_own_head(weights: StoredWeights, dtype: torch.dtype) -> bool:
+    """Whether the files contain a head that is stored separately from the embedding.
+
+    transformers then takes it, even where the configuration says that the two are tied.
+    """
+    if weights.is_packed or HEAD not in weights.names:
+        return HEAD in weights.names
+    read = weights.reader(dtype, torch.device("cpu"))
+    return not torch.equal(read(HEAD), read("model.embed_tokens.weight"))
 
 
 def kept_bytes(packed: StoredWeights, element_bytes: int, *, is_tied: bool) -> int:
@@ -295,7 +327,7 @@ def _native(run: ModelRun) -> LanguageModel:
     # The kernels keep every core busy; what torch does between passes is too little to share, and
     # its idle threads would spin on the cores the kernels need next.
     torch.set_num_threads(1)
-    read = tensor_reader(run.files.weights, run.geometry.dtype, run.device)
+    read = run.files.weights.reader(run.geometry.dtype, run.device)
     packed = run.files.weights
     kept = packed if run.keeps_blocks and packed.is_packed else None
     return build_native_model(decoder, read, run.geometry, kernels, run.weights, kept)
@@ -307,7 +339,7 @@ def _graphs(run: ModelRun) -> LanguageModel:
     decoder = run.read_decoder()
     if objection := decoder.beyond_graphs:
         raise RunnerUnavailable(f"the graphs runner does not support {objection}")
-    read = tensor_reader(run.files.weights, run.geometry.dtype, run.device)
+    read = run.files.weights.reader(run.geometry.dtype, run.device)
     return build_torch_model(decoder, read, run.geometry, run.device)
 
 
