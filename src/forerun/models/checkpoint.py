@@ -270,7 +270,7 @@ class ModelFiles:
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise InvalidModel(f"{path} is missing; is {self.folder} a model folder?")
-        return combined([path])
+        return weights_hash([path])
 
     @cached_property
     def template_hash(self) -> str:
@@ -530,11 +530,6 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(names)
 
 
-def weights_hash(weight_files: Iterable[Path]) -> str:
-    """SHA-256 of safetensors files in the order of their names: its first 16 hexadecimal digits."""
-    return combined(sorted(weight_files))
-
-
 def weights_sample_hash(weight_files: Iterable[Path]) -> str:
     """Hash the headers and samples of the tensors in safetensors files."""
     total = hashlib.sha256()
@@ -551,10 +546,10 @@ def weights_sample_hash(weight_files: Iterable[Path]) -> str:
     return total.hexdigest()[:HASH_LENGTH]
 
 
-def combined(files: Iterable[Path]) -> str:
-    """Hash the hashes of the files, so that file boundaries matter."""
+def weights_hash(files: Iterable[Path]) -> str:
+    """Hash the hashes of files in the order of their names, so that file boundaries matter."""
     digests = []
-    for path in files:
+    for path in sorted(files):
         with path.open("rb") as file:
             digests.append(hashlib.file_digest(file, "sha256").digest())
     return hash_of(b"".join(digests))

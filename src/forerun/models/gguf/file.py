@@ -40,7 +40,6 @@ from forerun.models.gguf.blocks import FORMATS, ROUNDED, unpack_integers
 from forerun.models.gguf.settings import (
     END_NAMES,
     SINGLE_EXPERT_NAMES,
-    TensorFacts,
     expert_parts,
     find_ignored,
     gguf_parts,
@@ -336,16 +335,17 @@ class GGUFFile(StoredWeights):
             raise InvalidModel(f"{self.path} has no embedding (token_embd.weight); fetch it again")
         factors = [by_name[n] for n in (SHORT_FACTORS, LONG_FACTORS) if n in by_name]
         listed = [self._dequantise(tensor).reshape(-1) for tensor in factors]
-        facts = TensorFacts(
-            vocab_size=embedding.shape[0],
-            has_head="output.weight" in by_name,
-            has_biases=any(f"blk.0.{part}.bias" in by_name for part in ("attn_q", "attn_qkv")),
-            rope_factors=tuple([undo_rounding(float(n)) for n in each] for each in listed),
-        )
         special = {f"{role}_token_id": self.token_id(role) for role in ("bos", "eos")}
         special["pad_token_id"] = self.token_id("padding")
         try:
-            return transformers_settings(self.family, self.stored_settings, facts) | special
+            return special | transformers_settings(
+                self.family,
+                self.stored_settings,
+                vocab_size=embedding.shape[0],
+                has_head="output.weight" in by_name,
+                has_biases=any(f"blk.0.{part}.bias" in by_name for part in ("attn_q", "attn_qkv")),
+                rope_factors=[[undo_rounding(float(n)) for n in each] for each in listed],
+            )
         except (InvalidModel, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidModel(f"the settings in {self.path} cannot be used: {error}") from error
 

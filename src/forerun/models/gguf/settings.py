@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -54,31 +53,30 @@ def _equal(value: object, known: object) -> bool:
     return type(value) in (bool, int, float, str) and value == known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFacts:
-    """Settings that follow from the tensors of a file.
-
-    Attributes:
-        vocab_size: rows of the embedding.
-        has_head: there is an output layer beside the embedding.
-        has_biases: queries have biases.
-        rope_factors: for texts within and beyond the first context; empty without them.
-    """
-
-    vocab_size: int
-    has_head: bool
-    has_biases: bool
-    rope_factors: tuple[list[float], ...] = ()
-
-
 def gguf_parts(family: Family) -> tuple[GGUFForm, DecoderVariant]:
     """Return how the files of a family differ, and its layers."""
     assert family.gguf is not None and family.variant is not None
     return family.gguf, family.variant
 
 
-def transformers_settings(family: Family, stored: Metadata, facts: TensorFacts) -> dict[str, Any]:
+def transformers_settings(
+    family: Family,
+    stored: Metadata,
+    *,
+    vocab_size: int,
+    has_head: bool,
+    has_biases: bool,
+    rope_factors: Sequence[list[float]] = (),
+) -> dict[str, Any]:
     """Return the settings of a file as transformers' configuration class takes them.
+
+    Args:
+        family: that of the file.
+        stored: its settings.
+        vocab_size: rows of the embedding.
+        has_head: there is an output layer beside the embedding.
+        has_biases: queries have biases.
+        rope_factors: for texts within and beyond the first context; empty without them.
 
     Raises:
         InvalidModel: a setting is missing, of a wrong type, or contradicts another.
@@ -86,12 +84,12 @@ def transformers_settings(family: Family, stored: Metadata, facts: TensorFacts) 
     form, variant = gguf_parts(family)
     settings: dict[str, Any] = {
         "architectures": [family.name],
-        "vocab_size": facts.vocab_size,
-        "tie_word_embeddings": not facts.has_head,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": not has_head,
         **form.fixed,
     }
     if variant.qkv_bias == "attention_bias":
-        settings["attention_bias"] = facts.has_biases
+        settings["attention_bias"] = has_biases
     for name, ours in {**COMMON, **form.settings}.items():
         if ours and name in stored:
             settings[ours] = undo_rounding(stored[name])
@@ -109,7 +107,7 @@ def transformers_settings(family: Family, stored: Metadata, facts: TensorFacts) 
         settings["query_pre_attn_scalar"] = (
             settings["hidden_size"] // settings["num_attention_heads"] if by_hidden else width
         )
-    settings["rope_parameters"] = _rotations(form, stored, facts, rotated / width)
+    settings["rope_parameters"] = _rotations(form, stored, rope_factors, rotated / width)
     return settings
 
 
@@ -150,7 +148,7 @@ def _layer_types(form: GGUFForm, stored: Metadata, settings: Mapping[str, Any]) 
 
 
 def _rotations(
-    form: GGUFForm, stored: Metadata, facts: TensorFacts, share: float
+    form: GGUFForm, stored: Metadata, rope_factors: Sequence[list[float]], share: float
 ) -> dict[str, Any]:
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -165,8 +163,8 @@ def _rotations(
         scaled = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             scaled["original_max_position_embeddings"] = checked_size(original, "original context")
-    elif facts.rope_factors:
-        short, long = facts.rope_factors
+    elif rope_factors:
+        short, long = rope_factors
         scaled = {
             "rope_type": "longrope",
             "short_factor": short,
