@@ -83,7 +83,7 @@ class TokenStore(KVStore):
         """Return a copy of the first `num_tokens` committed tokens."""
         self.check_prefix(slot, num_tokens)
         tokens = torch.tensor(self._tokens[slot][:num_tokens], dtype=torch.int64)
-        return self._exported(slot, num_tokens, tokens)
+        return self._export(slot, num_tokens, tokens)
 
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
         """Fill an empty slot with an exported prefix."""

@@ -135,7 +135,7 @@ def test_models_are_checked_when_they_are_loaded(monkeypatch, tmp_path):
 def test_weights_of_a_class_that_is_refused_are_not_read(monkeypatch, tmp_path):
     network("Gemma2").save_pretrained(tmp_path)
     monkeypatch.setattr(huggingface, "read_weights", None)
-    monkeypatch.setattr(huggingface, "_largest_difference", lambda *_: 0.5)
+    monkeypatch.setattr(huggingface, "_measure_difference", lambda *_: 0.5)
     with pytest.raises(InvalidModel, match=r"its logits differ by 50\.0% from its own pass"):
         load_model(tmp_path, max_context=10, runner="eager")
 
@@ -144,7 +144,7 @@ def _failing(*_: object) -> None:
     raise RuntimeError("no room")
 
 
-@pytest.mark.parametrize("part", ["_shrunk", "_largest_difference"])
+@pytest.mark.parametrize("part", ["_trim_settings", "_measure_difference"])
 def test_a_check_that_fails_by_itself_is_no_refusal(monkeypatch, caplog, part):
     made = network("Llama")
     monkeypatch.setattr(huggingface, part, _failing)

@@ -109,16 +109,16 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     states = family.states
     _refuse_quantised(settings)
     _refuse_settings(name, settings)
-    ropes = _checked_ropes(name, settings)
+    ropes = _check_ropes(name, settings)
     hidden_size = size(settings, "hidden_size", "n_embd")
     kinds, state_sizes = None, (0, 0)
     if states is not None:
-        kinds = _layer_kinds(settings)
+        kinds = _list_kinds(settings)
         state_sizes = count_states(states, settings, kinds)
-        settings = _complete_recurrent(states, settings)
+        settings = _fill_recurrent(states, settings)
     num_heads = size(settings, "num_attention_heads", "n_head")
-    max_positions, position_limit = _max_positions(family, settings, ropes)
-    num_kv_heads, head_dim = _head_sizes(family, settings, num_heads, hidden_size)
+    max_positions, position_limit = _limit_positions(family, settings, ropes)
+    num_kv_heads, head_dim = _read_heads(family, settings, num_heads, hidden_size)
     return Architecture(
         name=name,
         num_layers=size(settings, "num_hidden_layers", "n_layer"),
@@ -130,7 +130,7 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         max_positions=max_positions,
         learned_positions=family.positions == "table",
         position_limit=position_limit,
-        windows=_windows_of(family, settings),
+        windows=_read_windows(family, settings),
         attention_layers=None
         if kinds is None
         else tuple(index for index, kind in enumerate(kinds) if kind in ATTENDING_TYPES),
@@ -139,7 +139,7 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     )
 
 
-def _head_sizes(
+def _read_heads(
     family: Family, settings: Mapping[str, Any], num_heads: int, hidden_size: int
 ) -> tuple[int, int]:
     """Return the key/value heads of a layer and their width; the most where layers differ."""
@@ -175,7 +175,7 @@ def check_trainable(architecture: Architecture) -> None:
         )
 
 
-def _complete_recurrent(states: States, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fill_recurrent(states: States, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with what models with recurrent layers may leave out."""
     kinds = settings.get("layers_block_type")
     given = dict(settings)
@@ -188,7 +188,7 @@ def _complete_recurrent(states: States, settings: Mapping[str, Any]) -> Mapping[
     return given
 
 
-def _layer_kinds(settings: Mapping[str, Any]) -> Sequence[str]:
+def _list_kinds(settings: Mapping[str, Any]) -> Sequence[str]:
     given = settings.get("layer_types") or settings.get("layers_block_type")
     if given:
         return list(given)
@@ -253,7 +253,7 @@ def check_layer_count(settings: Mapping[str, Any]) -> None:
             checked_size(settings[name], name)
 
 
-def _windows_of(family: Family, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _read_windows(family: Family, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
     name, window = family.name, settings.get("sliding_window")
     kinds = settings.get("layer_types")
     if window is not None and (kinds is None or "sliding_attention" in kinds):
@@ -306,7 +306,7 @@ def _refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _checked_ropes(name: str, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _check_ropes(name: str, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rotary embeddings of a configuration; refuse unknown ones and unknown settings."""
     parameters = settings.get("rope_parameters") or {}
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
@@ -327,7 +327,7 @@ def _checked_ropes(name: str, settings: Mapping[str, Any]) -> list[Mapping[str, 
     return ropes
 
 
-def _max_positions(
+def _limit_positions(
     family: Family, settings: Mapping[str, Any], ropes: Sequence[Mapping[str, Any]]
 ) -> tuple[int, str | None]:
     """Return `Architecture.max_positions` and `Architecture.position_limit`.

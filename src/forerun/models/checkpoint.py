@@ -28,7 +28,7 @@ from forerun.models.tokenizers import (
     FROM_TRANSFORMERS,
     Tokenizer,
     TokenizerDefinition,
-    library_versions,
+    list_versions,
     read_tokenizer,
     render_template,
 )
@@ -218,7 +218,12 @@ class ModelFiles:
     @cached_property
     def sizes(self) -> Architecture:
         """The sizes of the model; raises InvalidModel where it is not supported."""
-        return check_sizes(self.architecture, self.settings, f"the configuration in {self.folder}")
+        try:
+            return read_architecture(self.architecture, self.settings)
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidModel(
+                f"the configuration in {self.folder} cannot be used: {type(error).__name__} {error}"
+            ) from error
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -262,7 +267,7 @@ class ModelFiles:
         For a warning at every start, where reading hundreds of gigabytes twice is too much.
         Training moves nearly all values of a tensor; a hand that changes a few may go unnoticed.
         """
-        return weights_sample_hash(self.weight_files)
+        return hash_samples(self.weight_files)
 
     @cached_property
     def tokenizer_hash(self) -> str:
@@ -292,7 +297,7 @@ class ModelFiles:
         check_layer_count(self.config)
         return json.dumps(self.config).encode()
 
-    def transformers_config(self) -> Any:
+    def read_transformers_config(self) -> Any:
         """Return transformers' configuration object; raises whatever transformers raises."""
         from transformers import AutoConfig  # takes seconds
 
@@ -346,7 +351,7 @@ class GGUFModel(ModelFiles):
     def settings_key(self) -> bytes:
         return json.dumps(self.weights.settings, sort_keys=True).encode()
 
-    def transformers_config(self) -> Any:
+    def read_transformers_config(self) -> Any:
         """Return transformers' configuration object; raises whatever transformers raises."""
         return self.weights.config()
 
@@ -359,7 +364,7 @@ class GGUFModel(ModelFiles):
         """The tokenizer and the chat template in the metadata (InvalidModel)."""
         file = self.weights
         template = file.metadata.get("tokenizer.chat_template")
-        key = hash_of(library_versions() + file.header_hash.encode())
+        key = hash_of(list_versions() + file.header_hash.encode())
         kept = cached_json(
             cache_folder(),
             f"tokenizer-of-gguf-{version('forerun')}-{key}",
@@ -421,19 +426,11 @@ def read_settings(files: ModelFiles, folder: Path | None = None) -> dict[str, An
 def understood(files: ModelFiles) -> dict[str, Any]:
     """Read the configuration with transformers and convert it to JSON types."""
     try:
-        config = files.transformers_config()
+        config = files.read_transformers_config()
     except Exception as error:
         raise InvalidModel(f"the configuration in {files.folder} is refused: {error}") from error
     settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return settings
-
-
-def check_sizes(name: str, settings: Mapping[str, Any], where: str) -> Architecture:
-    """Read the sizes of a configuration, turning any malformed value into InvalidModel."""
-    try:
-        return read_architecture(name, settings)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidModel(f"{where} cannot be used: {type(error).__name__} {error}") from error
 
 
 HEAD_SETTINGS = ("draft_vocab_size", "eagle_config", "medusa_num_heads", "speculators_model_type")
@@ -501,7 +498,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         return (folder,)
     if not folder.is_dir():
         raise InvalidModel(f"there is no model folder {folder}")
-    names = _indexed_files(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
+    names = _read_index(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
     if names and not missing:
         return tuple(folder / name for name in names)
@@ -515,7 +512,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     raise InvalidModel(f"{folder} lacks its weights: {', '.join(missing) or 'the index is empty'}")
 
 
-def _indexed_files(index: Path) -> list[str]:
+def _read_index(index: Path) -> list[str]:
     """Return the weight files named by an index, which must lie in its folder."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -530,7 +527,7 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(names)
 
 
-def weights_sample_hash(weight_files: Iterable[Path]) -> str:
+def hash_samples(weight_files: Iterable[Path]) -> str:
     """Hash the headers and samples of the tensors in safetensors files."""
     total = hashlib.sha256()
     for path in sorted(weight_files):

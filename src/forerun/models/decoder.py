@@ -127,7 +127,7 @@ class StoredWeights(ABC):
         raise KeyError(name)
 
 
-def fused_with(name: str) -> tuple[str, ...]:
+def list_fused(name: str) -> tuple[str, ...]:
     """Return the names of the parameters that are packed into one matrix with one of a layer."""
     prefix, found, part = name.removesuffix(".weight").rpartition(".self_attn.")
     if not found:
@@ -316,16 +316,16 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         inv_freq=inv_freq,
         rope_scale=rope_scale,
         tied=settings["tie_word_embeddings"],
-        windows=_windows(variant, settings, architecture.num_layers),
+        windows=_list_windows(variant, settings, architecture.num_layers),
         sliding_rotation=sliding,
-        rotations=_rotations(variant, settings, by_kind=is_rotated_by_kind),
+        rotations=_list_rotations(variant, settings, by_kind=is_rotated_by_kind),
         gelu=GATES[settings[variant.gate]],
-        experts=_experts(variant.experts, settings, architecture.num_layers),
-        **_scales(variant, architecture, settings),
+        experts=_read_expert_sizes(variant.experts, settings, architecture.num_layers),
+        **_read_scales(variant, architecture, settings),
     )
 
 
-def _experts(
+def _read_expert_sizes(
     names: ExpertNames | None, settings: Mapping[str, Any], num_layers: int
 ) -> Experts | None:
     if names is None:
@@ -343,7 +343,7 @@ def _experts(
     )
 
 
-def _rotations(
+def _list_rotations(
     variant: DecoderVariant, settings: Mapping[str, Any], *, by_kind: bool
 ) -> tuple[int, ...]:
     if by_kind:
@@ -358,7 +358,7 @@ def _rotations(
     return ()
 
 
-def _windows(
+def _list_windows(
     variant: DecoderVariant, settings: Mapping[str, Any], num_layers: int
 ) -> tuple[int | None, ...]:
     is_off = variant.windows == "switched" and not settings["use_sliding_window"]
@@ -370,7 +370,7 @@ def _windows(
     )
 
 
-def _scales(
+def _read_scales(
     variant: DecoderVariant, architecture: Architecture, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return the factors and caps that differ from 1 and from none."""
@@ -451,7 +451,7 @@ def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
         variant.feed_forward_norm,
     )
     layer |= {f"{name}.weight": (hidden,) for name in norms if name is not None}
-    dense, mixed = weights(variant.parts[2:]), _expert_shapes(decoder)
+    dense, mixed = weights(variant.parts[2:]), _list_expert_shapes(decoder)
     shapes = {
         f"model.layers.{index}.{name}": shape
         for index in range(a.num_layers)
@@ -461,7 +461,7 @@ def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     return shapes if decoder.tied else shapes | {"lm_head.weight": (a.vocab_size, hidden)}
 
 
-def _expert_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
+def _list_expert_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     """Return the name in a layer and the shape of every parameter of its experts."""
     experts, names = decoder.experts, decoder.variant.experts
     if experts is None or names is None:

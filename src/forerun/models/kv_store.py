@@ -25,7 +25,7 @@ from torch import Tensor
 
 from forerun.errors import NotEnoughMemory
 from forerun.models.feature_rows import FeatureRows
-from forerun.models.memory import BLOCK_ROWS, KVGeometry, bytes_needed
+from forerun.models.memory import BLOCK_ROWS, KVGeometry, count_bytes
 
 MIN_SHARED_TOKENS = 16
 """A shorter match is not worth a copy: the rows it saves are nearly free in the pass."""
@@ -39,7 +39,7 @@ class Prefix:
     scope: str
 
 
-def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+def count_common(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common from the beginning."""
     low, high = 0, min(len(left), len(right))
     while low < high:
@@ -202,7 +202,7 @@ class KVStore(ABC):
         source, num_tokens = self._find_longest(wanted)
         if source is None:
             slot = self.reserve()
-        elif num_tokens >= self._least_to_take_over(source):
+        elif num_tokens >= self._count_to_take_over(source):
             slot = source
             del self._kept[slot]
             self._committed[slot] = self._written[slot] = num_tokens
@@ -226,7 +226,7 @@ class KVStore(ABC):
             usable = min(held, len(wanted.ids) - 1)
             if prefix.scope != wanted.scope or usable <= most:
                 continue
-            length = min(usable, common_length(prefix.ids, wanted.ids))
+            length = min(usable, count_common(prefix.ids, wanted.ids))
             if self.snapshot_lengths is not None and length < held:
                 snapshot = self.snapshot_lengths.get(slot, 0)
                 length = snapshot if snapshot <= length else 0
@@ -237,12 +237,10 @@ class KVStore(ABC):
     def most_common(self, wanted: Prefix) -> int:
         """Return how many tokens `wanted` has in common with the most similar text of any slot."""
         texts = (*self._kept.values(), *self._shared.values())
-        given = (
-            common_length(text.ids, wanted.ids) for text in texts if text.scope == wanted.scope
-        )
+        given = (count_common(text.ids, wanted.ids) for text in texts if text.scope == wanted.scope)
         return max(given, default=0)
 
-    def _least_to_take_over(self, slot: int) -> float:
+    def _count_to_take_over(self, slot: int) -> float:
         """Return how many tokens must match for `slot` to be reused; infinite if it is reserved."""
         kept = self._kept.get(slot)
         if kept is None:
@@ -291,7 +289,7 @@ class KVStore(ABC):
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
         """Fill an empty slot with an exported prefix."""
 
-    def _exported(self, slot: int, num_tokens: int, content: Tensor) -> KVPrefix:
+    def _export(self, slot: int, num_tokens: int, content: Tensor) -> KVPrefix:
         """Return a prefix with this content and the features of its tokens."""
         if self._features is None:
             return KVPrefix(num_tokens=num_tokens, tensors=(content,))
@@ -345,14 +343,14 @@ class KVStore(ABC):
     ) -> None:
         """Store the features that a pass returned for the staged rows from `start` on."""
         self.length(slot)
-        self._kept_features().stage(slot, start, self._written[slot], features)
+        self._get_features().stage(slot, start, self._written[slot], features)
 
     def features(self, slot: int, start: int, stop: int) -> Float[Tensor, "rows layers width"]:
         """A copy of the features of committed rows [start, stop)."""
         self.check_prefix(slot, stop)
-        return self._kept_features().read(slot, start, stop)
+        return self._get_features().read(slot, start, stop)
 
-    def _kept_features(self) -> FeatureRows:
+    def _get_features(self) -> FeatureRows:
         if self._features is None:
             raise ValueError("this store keeps no features; call keep_features(layers) first")
         return self._features
@@ -380,7 +378,7 @@ def _is_ascending(rows: Sequence[int]) -> bool:
     return all(before < after for before, after in pairwise(rows))
 
 
-def num_in_place(rows: Sequence[int]) -> int:
+def count_in_place(rows: Sequence[int]) -> int:
     if not rows or rows[-1] == len(rows) - 1:
         return len(rows)
     return next(index for index, row in enumerate(rows) if row != index)
@@ -391,7 +389,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 def zeros(geometry: KVGeometry, device: torch.device) -> torch.Tensor:
     """Allocate the store's tensor, on Linux in huge pages because passes read it sequentially."""
-    num_bytes = bytes_needed(geometry)
+    num_bytes = count_bytes(geometry)
     if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES or sys.platform != "linux":
         return torch.zeros(geometry.shape, dtype=geometry.dtype, device=device)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -424,17 +422,17 @@ class TensorKVStore(KVStore):
     def _put(self, slot: int, rows: Tensor, content: Tensor) -> None:
         """Write rows of a slot, given as `_take` returns them."""
 
-    def _places(self, rows: Iterable[int]) -> Tensor:
+    def _list_places(self, rows: Iterable[int]) -> Tensor:
         return torch.tensor([*rows], dtype=torch.int64, device=self.device)
 
     def commit(self, slot: int, rows: Sequence[int]) -> None:
         """Commit staged rows; no data move when they are a prefix of what is staged."""
         start = self._commit(slot, rows)
-        num_placed = num_in_place(rows)
+        num_placed = count_in_place(rows)
         if num_placed == len(rows):
             return
-        kept = self._take(slot, self._places(start + row for row in rows[num_placed:]))
-        self._put(slot, self._places(range(start + num_placed, start + len(rows))), kept)
+        kept = self._take(slot, self._list_places(start + row for row in rows[num_placed:]))
+        self._put(slot, self._list_places(range(start + num_placed, start + len(rows))), kept)
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
         length = self.length(slot) if num_tokens is None else num_tokens
@@ -449,12 +447,12 @@ class TensorKVStore(KVStore):
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
         self.check_prefix(slot, num_tokens)
-        content = self._take(slot, self._places(range(num_tokens)))
-        return self._exported(slot, num_tokens, content)
+        content = self._take(slot, self._list_places(range(num_tokens)))
+        return self._export(slot, num_tokens, content)
 
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
         content = self._import(slot, prefix)
-        self._put(slot, self._places(range(prefix.num_tokens)), content)
+        self._put(slot, self._list_places(range(prefix.num_tokens)), content)
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
         geometry = self.geometry
@@ -500,16 +498,16 @@ class BlockedKVStore(TensorKVStore):
     """
 
     def _take(self, slot: int, rows: Tensor) -> Tensor:
-        keys = self._keys(slot)[:, :, rows // BLOCK_ROWS, rows % BLOCK_ROWS].flatten(-2)
+        keys = self._find_keys(slot)[:, :, rows // BLOCK_ROWS, rows % BLOCK_ROWS].flatten(-2)
         return torch.stack((keys, self.data[1::2, slot][:, :, rows]), 1).flatten(0, 1)
 
     def _put(self, slot: int, rows: Tensor, content: Tensor) -> None:
-        keys = self._keys(slot)
+        keys = self._find_keys(slot)
         given = content[0::2].reshape(*content[0::2].shape[:3], *keys.shape[-2:])
         keys[:, :, rows // BLOCK_ROWS, rows % BLOCK_ROWS] = given
         self.data[1::2, slot].index_copy_(2, rows, content[1::2])
 
-    def _keys(self, slot: int) -> Tensor:
+    def _find_keys(self, slot: int) -> Tensor:
         """Keys of a slot, [layers, kv_heads, blocks, rows of a block, words, values of a word]."""
         keys = self.data[0::2, slot]
         num_layers, num_heads, width, head_dim = keys.shape

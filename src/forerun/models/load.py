@@ -33,8 +33,8 @@ from forerun.models.checkpoint import ModelFiles
 from forerun.models.decoder import (
     Decoder,
     StoredWeights,
-    fused_with,
     join_formats,
+    list_fused,
     parameter_shapes,
     read_decoder,
     unsupported,
@@ -201,7 +201,7 @@ class ModelRun:
             is_tied=is_tied,
         )
         if weights.is_packed and self.keeps_blocks:
-            kept = kept_bytes(weights, self.geometry.dtype.itemsize, is_tied=is_tied)
+            kept = count_kept_bytes(weights, self.geometry.dtype.itemsize, is_tied=is_tied)
             return replace(needed, weights_bytes=kept)
         return needed
 
@@ -259,11 +259,11 @@ def _has_own_head(weights: StoredWeights, dtype: torch.dtype) -> bool:
     return not torch.equal(read(HEAD), read("model.embed_tokens.weight"))
 
 
-def kept_bytes(packed: StoredWeights, element_bytes: int, *, is_tied: bool) -> int:
+def count_kept_bytes(packed: StoredWeights, element_bytes: int, *, is_tied: bool) -> int:
     """Return the bytes of weights whose quantised matrices stay quantised in memory."""
     total = 0
     for name, shape in packed.shapes.items():
-        groups, num_weights = join_formats(packed, fused_with(name)), math.prod(shape)
+        groups, num_weights = join_formats(packed, list_fused(name)), math.prod(shape)
         is_embedding = name == "model.embed_tokens.weight"
         if groups is None or is_embedding:
             total += num_weights * element_bytes
@@ -294,7 +294,7 @@ def _run_by_fastest(run: ModelRun) -> LanguageModel:
             if str(error) not in reasons:  # both fast runners give the same reason
                 reasons.append(str(error))
                 logger.warning("%s runs slower than it could: %s", run.files.folder, error)
-    return _eager(run)
+    return _load_eager(run)
 
 
 def try_out(model: LanguageModel, name: str) -> None:
@@ -316,14 +316,14 @@ def try_out(model: LanguageModel, name: str) -> None:
         )
 
 
-def _native(run: ModelRun) -> LanguageModel:
+def _load_native(run: ModelRun) -> LanguageModel:
     if run.device.type != "cpu":
         raise RunnerUnavailable(f"the native runner runs on the CPU, not on {run.device}")
     from forerun.models.runner.native import build_native_model
     from forerun.native.library import load_kernels
 
     decoder = run.read_decoder()
-    kernels = load_kernels(run.num_threads or _usual_threads())
+    kernels = load_kernels(run.num_threads or _count_threads())
     # The kernels keep every core busy; what torch does between passes is too little to share, and
     # its idle threads would spin on the cores the kernels need next.
     torch.set_num_threads(1)
@@ -333,7 +333,7 @@ def _native(run: ModelRun) -> LanguageModel:
     return build_native_model(decoder, read, run.geometry, kernels, run.weights, kept)
 
 
-def _graphs(run: ModelRun) -> LanguageModel:
+def _load_graphs(run: ModelRun) -> LanguageModel:
     from forerun.models.runner.graphs.model import build_torch_model
 
     decoder = run.read_decoder()
@@ -343,7 +343,7 @@ def _graphs(run: ModelRun) -> LanguageModel:
     return build_torch_model(decoder, read, run.geometry, run.device)
 
 
-def _eager(run: ModelRun) -> LanguageModel:
+def _load_eager(run: ModelRun) -> LanguageModel:
     if run.files.weights.is_packed:
         raise RunnerUnavailable(
             f"{run.files.folder} has quantised weights or is a GGUF file, which only the "
@@ -362,7 +362,7 @@ def _eager(run: ModelRun) -> LanguageModel:
 
 # Imported when chosen: the eager one alone costs seconds of start-up.
 LOADERS: Mapping[str, Callable[[ModelRun], LanguageModel]] = MappingProxyType(
-    {"native": _native, "graphs": _graphs, "eager": _eager}
+    {"native": _load_native, "graphs": _load_graphs, "eager": _load_eager}
 )
 PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"cpu": ("native", "graphs"), "cuda": ("graphs",), "mps": ("graphs",)}
@@ -370,7 +370,7 @@ PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @cache
-def _usual_threads() -> int:
+def _count_threads() -> int:
     return torch.get_num_threads()
 
 

@@ -76,10 +76,10 @@ class RecurrentStore(ContiguousKVStore):
         super().commit(slot, rows)
         if rows:
             last = self._staged[slot][start + rows[-1]]
-            self._states[slot] = {layer: _compact(state) for layer, state in last.items()}
+            self._states[slot] = {layer: _copy_views(state) for layer, state in last.items()}
         if start < (length := self.due.get(slot, 0)) <= self.length(slot):
             at = self._staged[slot][start + rows[length - start - 1]]
-            self._snapshots[slot] = {layer: _compact(state) for layer, state in at.items()}
+            self._snapshots[slot] = {layer: _copy_views(state) for layer, state in at.items()}
             self._snapshot_lengths[slot] = self.due.pop(slot)
         self._staged[slot] = {}
 
@@ -153,7 +153,7 @@ class RecurrentStore(ContiguousKVStore):
         )
 
 
-def _compact(state: LayerState) -> LayerState:
+def _copy_views(state: LayerState) -> LayerState:
     """Copy tensors that are views of a batch or of a chunk, whose memory is then freed."""
     return {
         key: part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
@@ -273,7 +273,7 @@ class PackedRecurrence(nn.Module):
                         "kept no state after a row: its text would be wrong"
                     )
                 store.put_state(
-                    row.slot, row.end, layer, _compact(state) if row.num_rows > 1 else state
+                    row.slot, row.end, layer, _copy_views(state) if row.num_rows > 1 else state
                 )
         return outputs
 

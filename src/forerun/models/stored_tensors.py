@@ -56,7 +56,7 @@ class FloatWeights(StoredWeights):
     def names(self) -> Mapping[str, tuple[Path, str, tuple[int, ...]]]:
         """File, name there and shape of every tensor."""
         return {
-            _full_name(name): (path, name, shape)
+            _expand_name(name): (path, name, shape)
             for path in self.files
             for name, (shape, _) in read_header(path).items()
         }
@@ -64,7 +64,7 @@ class FloatWeights(StoredWeights):
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the parameters of the language model."""
-        names = text_only(n for n in self.names if not n.endswith(IGNORED_SUFFIXES))
+        names = keep_text(n for n in self.names if not n.endswith(IGNORED_SUFFIXES))
         return {name: self.names[name][2] for name in names}
 
     def read(self, name: str) -> Tensor:
@@ -96,7 +96,7 @@ NOT_TEXT = (
 """Prefixes of the names of tensors that process images and sound."""
 
 
-def text_only(names: Iterable[str]) -> list[str]:
+def keep_text(names: Iterable[str]) -> list[str]:
     """Return the names of tensors of the language model, without its multi-token prediction.
 
     Such a module is called `mtp`, or it is a further layer with a projection of its own.
@@ -108,7 +108,7 @@ def text_only(names: Iterable[str]) -> list[str]:
     return [name for name in given if not name.startswith(modules)]
 
 
-def _full_name(name: str) -> str:
+def _expand_name(name: str) -> str:
     """The name of a parameter in the whole model, of which text may be a part."""
     for pattern, replacement in TEXT_NAMES.items():
         name = re.sub(pattern, replacement, name)
@@ -138,7 +138,7 @@ def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> C
     elements: Counter[str] = Counter()
     ranges = []
     for name, entry in header.items():
-        start, end, num_elements = _tensor_range(path, name, entry)
+        start, end, num_elements = _check_range(path, name, entry)
         elements[entry["dtype"]] += num_elements
         ranges.append((start, end, name))
     declared_bytes = header_bytes
@@ -154,7 +154,7 @@ def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> C
     return elements
 
 
-def _tensor_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
+def _check_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
     """First byte, byte after the last and number of elements of a tensor in a header."""
     try:
         tensor = msgspec.convert(entry, _TensorEntry)

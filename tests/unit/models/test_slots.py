@@ -7,7 +7,7 @@ import torch
 from tests.tabular import TokenStore
 
 from forerun.errors import NotEnoughMemory
-from forerun.models.kv_store import KVPrefix, num_in_place
+from forerun.models.kv_store import KVPrefix, count_in_place
 
 PREFIX = KVPrefix(num_tokens=5, tensors=(torch.arange(5),))
 
@@ -104,4 +104,4 @@ def test_only_an_empty_slot_can_be_filled(table):
     [([], 0), (range(5), 5), ([0, 1, 2], 3), ([1], 0), ([0, 1, 3], 2), (range(1, 4), 0)],
 )
 def test_rows_already_in_place(rows, expected):
-    assert num_in_place(rows) == expected
+    assert count_in_place(rows) == expected

@@ -31,8 +31,8 @@ from forerun.models.decoder import (
     BlockFormat,
     QuantisedMatrix,
     StoredWeights,
-    fused_with,
     join_formats,
+    list_fused,
 )
 from forerun.models.families import FAMILIES, find_by_gguf
 from forerun.models.family import Family
@@ -40,11 +40,11 @@ from forerun.models.gguf.blocks import FORMATS, ROUNDED, unpack_integers
 from forerun.models.gguf.settings import (
     END_NAMES,
     SINGLE_EXPERT_NAMES,
-    expert_parts,
     find_ignored,
-    gguf_parts,
-    module_names,
-    transformers_settings,
+    get_gguf_parts,
+    list_expert_parts,
+    list_modules,
+    translate_settings,
     undo_rounding,
 )
 
@@ -238,7 +238,7 @@ class GGUFFile(StoredWeights):
             if key.startswith(prefix)
         }
         self.family = self._read_family(architecture)
-        self.form, self._variant = gguf_parts(self.family)
+        self.form, self._variant = get_gguf_parts(self.family)
         self._stored = self._read_places(header, num_tensors)
 
     def _read_places(self, header: _Header, num_tensors: int) -> list[StoredTensor]:
@@ -251,7 +251,7 @@ class GGUFFile(StoredWeights):
         begin = -(-header.position // alignment) * alignment
         found, end = [], begin
         for name, shape, type_name, offset in sorted(table, key=lambda entry: entry[3]):
-            num_bytes = _num_bytes(header, name, shape, type_name)
+            num_bytes = _count_bytes(header, name, shape, type_name)
             start = begin + offset
             if offset % alignment or start < end or start + num_bytes > len(self._data):
                 raise header.error(
@@ -303,7 +303,7 @@ class GGUFFile(StoredWeights):
                 f"{self.path} has the architecture {architecture!r:.60}; GGUF files are read of "
                 f"{names}: of others give the model in its original form, {self._origin}"
             )
-        if (found := find_ignored(gguf_parts(family)[0], self.stored_settings)) is not None:
+        if (found := find_ignored(get_gguf_parts(family)[0], self.stored_settings)) is not None:
             key, value = found
             shown = f"an array of {value.length}" if isinstance(value, StoredArray) else value
             raise InvalidModel(
@@ -338,7 +338,7 @@ class GGUFFile(StoredWeights):
         special = {f"{role}_token_id": self.token_id(role) for role in ("bos", "eos")}
         special["pad_token_id"] = self.token_id("padding")
         try:
-            return special | transformers_settings(
+            return special | translate_settings(
                 self.family,
                 self.stored_settings,
                 vocab_size=embedding.shape[0],
@@ -380,7 +380,7 @@ class GGUFFile(StoredWeights):
             name: part
             for tensor in self._stored
             if tensor.name not in NOT_PARAMETERS
-            for name, part in self._parts(tensor)
+            for name, part in self._find_parts(tensor)
         }
 
     @property
@@ -393,9 +393,9 @@ class GGUFFile(StoredWeights):
 
     @cached_property
     def _modules(self) -> dict[str, str]:
-        return module_names(self._variant)
+        return list_modules(self._variant)
 
-    def _parts(self, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
+    def _find_parts(self, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
         """Return the parameters in a tensor by their names in transformers."""
         offset = float(self._variant.one_plus_norms and "norm" in tensor.name)
         tensor = replace(tensor, offset=offset)
@@ -403,7 +403,7 @@ class GGUFFile(StoredWeights):
             stem, _, kind = tensor.name.rpartition(".")
             return [(f"{END_NAMES[stem]}.{kind}" if stem in END_NAMES else tensor.name, tensor)]
         layer, short, expert, kind = found.groups()
-        prefix, experts = f"model.layers.{int(layer)}.", expert_parts(self._variant)
+        prefix, experts = f"model.layers.{int(layer)}.", list_expert_parts(self._variant)
         if expert is not None and short in SINGLE_EXPERT_NAMES and experts:
             part = experts[f"{short}_exps"].format(int(expert))
             return [(f"{prefix}{part}.{kind}", tensor)]
@@ -482,7 +482,7 @@ class GGUFFile(StoredWeights):
         for name, tensor in self.tensors.items():
             if len(tensor.shape) != 2 or tensor.type_name in PLAIN:
                 continue
-            is_kept = join_formats(self, fused_with(name)) is not None
+            is_kept = join_formats(self, list_fused(name)) is not None
             (packed if is_kept else dequantised).add(tensor.type_name)
         rounded = ", ".join(sorted(packed & {*ROUNDED}))
         wider = [name for name in sorted(packed) if FORMATS[name].bits == 8 and name != "Q8_0"]
@@ -546,7 +546,7 @@ def _reorder_rows(tensor: StoredTensor, rows: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
 
-def _num_bytes(header: _Header, name: str, shape: tuple[int, ...], type_name: str) -> int:
+def _count_bytes(header: _Header, name: str, shape: tuple[int, ...], type_name: str) -> int:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]

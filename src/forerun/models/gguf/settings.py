@@ -44,22 +44,22 @@ def find_ignored(form: GGUFForm, settings: Metadata) -> tuple[str, Any] | None:
     honoured = {*COMMON, *CHECKED, *form.settings}
     for name, value in settings.items():
         neutral = NEUTRAL.get(name, OFF)
-        if name not in honoured and not any(_equal(value, known) for known in neutral):
+        if name not in honoured and not any(_is_equal(value, known) for known in neutral):
             return name, value
     return None
 
 
-def _equal(value: object, known: object) -> bool:
+def _is_equal(value: object, known: object) -> bool:
     return type(value) in (bool, int, float, str) and value == known
 
 
-def gguf_parts(family: Family) -> tuple[GGUFForm, DecoderVariant]:
+def get_gguf_parts(family: Family) -> tuple[GGUFForm, DecoderVariant]:
     """Return how the files of a family differ, and its layers."""
     assert family.gguf is not None and family.variant is not None
     return family.gguf, family.variant
 
 
-def transformers_settings(
+def translate_settings(
     family: Family,
     stored: Metadata,
     *,
@@ -81,7 +81,7 @@ def transformers_settings(
     Raises:
         InvalidModel: a setting is missing, of a wrong type, or contradicts another.
     """
-    form, variant = gguf_parts(family)
+    form, variant = get_gguf_parts(family)
     settings: dict[str, Any] = {
         "architectures": [family.name],
         "vocab_size": vocab_size,
@@ -96,18 +96,18 @@ def transformers_settings(
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
         settings[name] = checked_size(settings.get(name), name)
     settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
-    width, rotated = _head_widths(form, stored, settings)
+    width, rotated = _read_widths(form, stored, settings)
     settings["head_dim"] = width
     if settings.get("sliding_window") == 0:
         settings["sliding_window"] = None
     if form.window_period:
-        settings["layer_types"] = _layer_types(form, stored, settings)
+        settings["layer_types"] = _list_layer_types(form, stored, settings)
     if variant.query_scalar:
         by_hidden = settings["num_hidden_layers"] == form.layers_scaled_by_hidden
         settings["query_pre_attn_scalar"] = (
             settings["hidden_size"] // settings["num_attention_heads"] if by_hidden else width
         )
-    settings["rope_parameters"] = _rotations(form, stored, rope_factors, rotated / width)
+    settings["rope_parameters"] = _read_rotations(form, stored, rope_factors, rotated / width)
     return settings
 
 
@@ -116,7 +116,7 @@ def undo_rounding(value: Any) -> Any:
     return float(str(np.float32(value))) if type(value) is float else value
 
 
-def _head_widths(form: GGUFForm, stored: Metadata, settings: Mapping[str, Any]) -> tuple[int, int]:
+def _read_widths(form: GGUFForm, stored: Metadata, settings: Mapping[str, Any]) -> tuple[int, int]:
     """Return the width of a head and how much of it is rotated; heads of two widths are refused."""
     usual = settings["hidden_size"] // settings["num_attention_heads"]
     names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
@@ -132,7 +132,9 @@ def _head_widths(form: GGUFForm, stored: Metadata, settings: Mapping[str, Any]) 
     return width, rotated
 
 
-def _layer_types(form: GGUFForm, stored: Metadata, settings: Mapping[str, Any]) -> list[str] | None:
+def _list_layer_types(
+    form: GGUFForm, stored: Metadata, settings: Mapping[str, Any]
+) -> list[str] | None:
     """Return which layers have a window, by the file's pattern or the usual one of the family."""
     num_layers, period = settings["num_hidden_layers"], form.window_period
     if settings.get("sliding_window") is None:
@@ -147,7 +149,7 @@ def _layer_types(form: GGUFForm, stored: Metadata, settings: Mapping[str, Any]) 
     return ["sliding_attention" if slides_here else "full_attention" for slides_here in slides]
 
 
-def _rotations(
+def _read_rotations(
     form: GGUFForm, stored: Metadata, rope_factors: Sequence[list[float]], share: float
 ) -> dict[str, Any]:
     rope: dict[str, Any] = {
@@ -205,7 +207,7 @@ SINGLE_EXPERT_NAMES = ("ffn_gate", "ffn_up", "ffn_down")
 """An expert in a tensor of its own, as older files have them."""
 
 
-def module_names(variant: DecoderVariant) -> dict[str, str]:
+def list_modules(variant: DecoderVariant) -> dict[str, str]:
     """Return the modules of a layer by their names in files."""
     names = {SHORT_NAMES[part]: part for parts in variant.parts for part in parts}
     after_attention = variant.attention_norm or variant.post_norm
@@ -223,7 +225,7 @@ def module_names(variant: DecoderVariant) -> dict[str, str]:
     return names
 
 
-def expert_parts(variant: DecoderVariant) -> dict[str, str]:
+def list_expert_parts(variant: DecoderVariant) -> dict[str, str]:
     """Return the modules of an expert, whose number goes in, by their names in files."""
     if variant.experts is None:
         return {}
