@@ -27,7 +27,7 @@ from forerun.models.stored_tensors import FloatWeights, read_header, read_stored
 METHOD = "forerun"
 """Value of quant_method in the quantization_config of config.json."""
 GROUP = 32
-SCALES = "_read_scales"
+SCALES = "_scales"
 FLOATS = ("BF16", "F16", "F32")
 EMBEDDING = "model.embed_tokens.weight"
 QUANTISED_HEAD = "lm_head.weight"
