@@ -56,7 +56,12 @@ def interleaved(weights: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, folder: Path, choose: Choose, *, blocks: Mapping[str, np.ndarray] | None = None
+    path: Path,
+    folder: Path,
+    choose: Choose,
+    *,
+    blocks: Mapping[str, np.ndarray] | None = None,
+    architecture: str = "llama",
 ) -> Path:
     """Write a Llama model with its tokenizer, in types by the names of transformers.
 
@@ -67,7 +72,7 @@ def write_gguf(
         blocks: raw bytes of tensors, in place of those made from the weights.
     """
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from forerun.models.architecture import Architecture, WeightFormat, read_architecture
-from forerun.models.decoder import Decoder, DecoderVariant, parameter_shapes, read_decoder
+from forerun.models.decoder import Decoder, parameter_shapes, read_decoder
+from forerun.models.family import DecoderVariant
 from forerun.models.memory import KVGeometry, geometry_of
 from forerun.models.runner.graphs.model import TorchModel, build_torch_model
 from forerun.models.runner.native import NativeModel, build_native_model

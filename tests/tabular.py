@@ -54,11 +54,10 @@ class TokenStore(KVStore):
 
     def __init__(self, num_slots: int, capacity: int, max_staged_rows: int) -> None:
         super().__init__(num_slots, capacity, max_staged_rows)
-        self.capacity = capacity
         self._tokens: list[list[int]] = [[] for _ in range(num_slots)]
 
     def stage(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        """Write and stage rows; SlotTable.stage lists the errors."""
+        """Write and stage rows; `KVStore.claim` lists the errors."""
         self.claim(slot, start, len(tokens))
         self._tokens[slot][start:] = tokens
 
@@ -82,13 +81,13 @@ class TokenStore(KVStore):
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
         """Return a copy of the first `num_tokens` committed tokens."""
-        self._slots.check_prefix(slot, num_tokens)
+        self.check_prefix(slot, num_tokens)
         tokens = torch.tensor(self._tokens[slot][:num_tokens], dtype=torch.int64)
-        return self._exported(slot, num_tokens, tokens)
+        return self._export(slot, num_tokens, tokens)
 
     def import_prefix(self, slot: int, prefix: KVPrefix) -> None:
         """Fill an empty slot with an exported prefix."""
-        self._tokens[slot] = self._fill(slot, prefix).tolist()
+        self._tokens[slot] = self._import(slot, prefix).tolist()
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
         """Store features of these layers with the tokens from now on; see `KVStore`."""

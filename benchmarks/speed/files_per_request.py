@@ -1,4 +1,4 @@
-"""Counts the source files that run between `generate` and the text of one request, or in `align`.
+"""Counts the source files that run in one request, in a load or in an alignment.
 
 A reader who follows a request through the code has to open as many. Loading is not counted, and
 neither is a first request, which builds what later requests use again. A controller runs further
@@ -11,12 +11,18 @@ An alignment is counted from its first line to its report, with what it loads:
 
     python benchmarks/speed/files_per_request.py --align draft_model
     python benchmarks/speed/files_per_request.py --align eagle3
+
+A load of a GGUF file or a folder is counted from the call of `Engine.load` to its return, after
+the modules were imported and the kernels compiled:
+
+    python benchmarks/speed/files_per_request.py --load path/to/model.gguf
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -37,7 +43,7 @@ def files_run() -> Iterator[set[str]]:
     files: set[str] = set()
 
     def enter(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
+        if event == "call" and frame.f_code.co_name != "<module>":
             files.add(frame.f_code.co_filename)
 
     sys.setprofile(enter)
@@ -81,6 +87,24 @@ def run_request(arguments: argparse.Namespace) -> set[str]:
     return files
 
 
+def run_load(source: Path) -> set[str]:
+    """Load a model twice, the second time from a copy, and return the files that this entered."""
+    load = forerun.Engine.load
+    load(source)
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder, source.name)
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, copied)
+        with files_run() as files:
+            load(copied)
+    return files
+
+
+def list_names(files: set[str]) -> list[str]:
+    """Return the names of the files of the package below it."""
+    inside = (Path(name) for name in files if name.startswith(str(PACKAGE)))
+    return sorted(path.relative_to(PACKAGE).as_posix() for path in inside)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="zoo:code-11m")
@@ -88,17 +112,16 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--controller", choices=("fixed", "auto"), default="fixed")
     parser.add_argument("--align", choices=("draft_model", "eagle3", "medusa"))
+    parser.add_argument("--load", type=Path, metavar="MODEL")
     arguments = parser.parse_args()
-    if arguments.align is None:
+    if arguments.load is not None:
+        files = run_load(arguments.load)
+    elif arguments.align is None:
         files = run_request(arguments)
     else:
         with tempfile.TemporaryDirectory() as folder:
             files = run_align(arguments.align, arguments.target, arguments.draft, Path(folder))
-    names = sorted(
-        Path(name).relative_to(PACKAGE).as_posix()
-        for name in files
-        if name.startswith(str(PACKAGE))
-    )
+    names = list_names(files)
     print(*names, sep="\n")
     print(f"{len(names)} files, {sum(name.startswith('align/') for name in names)} of align")
 

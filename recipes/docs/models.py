@@ -17,8 +17,8 @@ from tests import tiny  # noqa: E402 (the tests are no installed package)
 from tests.contract.test_more_families import MORE  # noqa: E402
 from tests.mtp_folders import FAMILIES as WITH_MTP  # noqa: E402
 
-from forerun.models.architecture import LATENT, RECURRENT, ROPE_TYPES, SUPPORTED  # noqa: E402
-from forerun.models.decoder import VARIANTS  # noqa: E402
+from forerun.models.architecture import ROPE_TYPES  # noqa: E402
+from forerun.models.families import FAMILIES  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 INTRODUCTION = f"""# Supported models
@@ -52,10 +52,11 @@ def variants(name: str) -> Iterator[Mapping[str, Any]]:
 
 def row(name: str) -> str:
     """The line of one class."""
-    runners = "eager"
-    if name in VARIANTS:
-        runners = "native, graphs, eager" if VARIANTS[name].is_plain else "native, eager"
-    state = "recurrent" if name in RECURRENT else "latent attention" if name in LATENT else ""
+    family, runners = FAMILIES[name], "eager"
+    if family.variant is not None:
+        runners = "native, graphs, eager" if family.variant.is_plain else "native, eager"
+    state = "latent attention" if family.heads == "latent" else ""
+    state = "recurrent" if family.states else state
     settings = sorted({key for changes in variants(name) for key in changes})
     module = "yes" if name.removesuffix("ForCausalLM") in WITH_MTP else ""
     tested = ", ".join(settings) or "defaults"
@@ -64,7 +65,7 @@ def row(name: str) -> str:
 
 def page() -> str:
     """The whole page."""
-    return INTRODUCTION + "".join(row(name) for name in sorted(SUPPORTED, key=str.lower))
+    return INTRODUCTION + "".join(row(name) for name in sorted(FAMILIES, key=str.lower))
 
 
 def main() -> int:

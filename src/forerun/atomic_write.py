@@ -119,7 +119,7 @@ def errors_naming(path: Path) -> Iterator[None]:
 def _create_file(path: Path) -> Path:
     """Create an empty temporary file for `path`, with the mode of an existing `path` if any."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-    scratch = _temporary_name(path)
+    scratch = _make_name(path)
     # The umask applies to a new file; an existing mode is set exactly below.
     handle = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode or 0o666)
     try:
@@ -132,12 +132,12 @@ def _create_file(path: Path) -> Path:
 
 def _create_folder(path: Path) -> Path:
     """Create an empty temporary folder for `path`."""
-    scratch = _temporary_name(path)
+    scratch = _make_name(path)
     scratch.mkdir()
     return scratch
 
 
-def _temporary_name(path: Path) -> Path:
+def _make_name(path: Path) -> Path:
     return path.with_name(f"{path.name[:MAX_STEM]}.{secrets.token_hex(8)}{UNFINISHED}")
 
 

@@ -285,8 +285,8 @@ def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> An
     hooks: dict[str, Any] = {}
     if re.search(rf"[0-9]{{{limits.max_digits + 1}}}|[eE]\+?[0-9]{{3}}", text):
         hooks = {
-            "parse_int": lambda digits: int(checked_number(digits, name, limits)),
-            "parse_float": lambda digits: float(checked_number(digits, name, limits)),
+            "parse_int": lambda digits: int(check_number(digits, name, limits)),
+            "parse_float": lambda digits: float(check_number(digits, name, limits)),
         }
     try:
         value = json.loads(text, **hooks)
@@ -301,7 +301,7 @@ def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> An
     return value
 
 
-def checked_number(digits: str, name: str, limits: ReadLimits) -> str:
+def check_number(digits: str, name: str, limits: ReadLimits) -> str:
     """Return the digits of a JSON number, or refuse them if there are too many."""
     if len(digits) > limits.max_digits:
         raise UnreadableInput(
@@ -339,7 +339,7 @@ MAX_BATCH_VALUES = 50_000_000
 """Values of one column in one row group: one row may hold them all, and a batch has whole rows."""
 
 
-def parquet_batches(
+def read_parquet(
     path: Path, columns: Sequence[str] | None = None, limits: ReadLimits = DEFAULT
 ) -> Iterator[pa.RecordBatch]:
     """Yield batches of rows of a Parquet file, within a limit on their unpacked size.
@@ -372,7 +372,7 @@ def parquet_batches(
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 deadline.remaining_s()
                 batch.validate(full=True)  # texts may be no UTF-8
-                size = batch.nbytes + sum(map(_unpacked_bytes, batch.columns))
+                size = batch.nbytes + sum(map(_count_unpacked, batch.columns))
                 if size > limits.max_bytes:
                     raise UnreadableInput(
                         f"{name}: {batch.num_rows} rows unpack to {size} bytes; at most "
@@ -414,7 +414,7 @@ def _check_parquet(metadata: Any, name: str, limits: ReadLimits) -> list[str]:
     return sorted(texts)
 
 
-def _unpacked_bytes(array: pa.Array) -> int:
+def _count_unpacked(array: pa.Array) -> int:
     """Return the size of an array of texts in bytes, if each row has its own copy."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -423,15 +423,7 @@ def _unpacked_bytes(array: pa.Array) -> int:
         lengths = pc.cast(pc.binary_length(array.dictionary), pa.int64())
         return pc.sum(lengths.take(array.indices)).as_py() or 0
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        return _unpacked_bytes(array.flatten())
+        return _count_unpacked(array.flatten())
     if pa.types.is_struct(array.type):
-        return sum(map(_unpacked_bytes, array.flatten()))
+        return sum(map(_count_unpacked, array.flatten()))
     return 0
-
-
-def expand_home(path: str | Path) -> Path:
-    """Return the path with "~" expanded; that of an unknown user stays as it is."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from forerun.atomic_write import atomic_write
-from forerun.bounded_read import ReadLimits, expand_home, parse_json, read_bytes
-from forerun.errors import UnreadableInput
 from forerun.terminal_text import shell_command
 
 logger = logging.getLogger("forerun.cache")
@@ -27,14 +25,12 @@ PRIVATE = 0o700
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 HASH_LENGTH = 16
 """Hexadecimal digits of every hash here."""
-LIMITS = ReadLimits(max_bytes=1 << 34, max_seconds=600.0)
-"""Limits of a cached file; the largest is the output layer of a target."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return FORERUN_CACHE, or the folder `forerun` in the user's cache folder."""
     if chosen := environment.get("FORERUN_CACHE"):
-        return expand_home(chosen)
+        return Path(os.path.expanduser(chosen))
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "forerun"
 
@@ -105,8 +101,8 @@ def cached_json(folder: Path, stem: str, make: Callable[[], dict[str, Any]]) -> 
         return make()
     path = find_cached(folder, stem, ".json")
     if path is not None and unsafe(path) is None:
-        with suppress(UnreadableInput):
-            known: dict[str, Any] = parse_json(read_bytes(path), str(path))
+        with suppress(OSError, ValueError):
+            known: dict[str, Any] = json.loads(path.read_bytes())
             return known
     made = make()
     try:
@@ -119,8 +115,8 @@ def cached_json(folder: Path, stem: str, make: Callable[[], dict[str, Any]]) -> 
 def is_whole(path: Path) -> bool:
     """Whether the content of a file matches the hash in its name; False if it is unreadable."""
     try:
-        return path.stem.endswith(f"-{hash_of(read_bytes(path, LIMITS))}")
-    except UnreadableInput:
+        return path.is_file() and path.stem.endswith(f"-{hash_of(path.read_bytes())}")
+    except OSError:
         return False
 
 

@@ -22,11 +22,11 @@ class Range:
         if value is None and self.optional:
             return
         kind = int if self.integer else (int, float)
-        if isinstance(value, kind) and not isinstance(value, bool) and self._holds(value):
+        if isinstance(value, kind) and not isinstance(value, bool) and self._has(value):
             return
         raise InvalidRequest(f"{self.name} is {value!r}; it must be {self}")
 
-    def _holds(self, value: float) -> bool:
+    def _has(self, value: float) -> bool:
         above = value > self.low if self.above_low else value >= self.low  # false for NaN
         return above and value <= self.high and value < math.inf
 

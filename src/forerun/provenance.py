@@ -64,7 +64,7 @@ def collect(models: Mapping[str, str], num_threads: int | None = None) -> Proven
         version=forerun.__version__,
         commit=commit_of(Path(__file__)),
         machine=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        cpu=cpu_model(),
+        cpu=read_cpu_model(),
         num_cores=num_cores(),
         num_threads=num_threads or torch.get_num_threads(),
         packages={name: version_of(name) for name in PACKAGES},
@@ -112,7 +112,7 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def read_cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor model that the operating system reports."""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text("utf-8", errors="replace").splitlines():

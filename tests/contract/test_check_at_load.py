@@ -13,7 +13,7 @@ from tests.contract.test_more_families import MORE, network
 
 from forerun.errors import InvalidModel
 from forerun.models import attention, base, huggingface, recurrent
-from forerun.models.architecture import SUPPORTED
+from forerun.models.families import FAMILIES
 from forerun.models.huggingface import check_passes
 from forerun.models.load import load_model
 
@@ -42,7 +42,7 @@ def compared(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_class_at_its_released_size_passes(name):
     model_class = getattr(transformers, name)
     settings = RELEASED.get(name.removesuffix("ForCausalLM"), {})
@@ -135,7 +135,7 @@ def test_models_are_checked_when_they_are_loaded(monkeypatch, tmp_path):
 def test_weights_of_a_class_that_is_refused_are_not_read(monkeypatch, tmp_path):
     network("Gemma2").save_pretrained(tmp_path)
     monkeypatch.setattr(huggingface, "read_weights", None)
-    monkeypatch.setattr(huggingface, "_largest_difference", lambda *_: 0.5)
+    monkeypatch.setattr(huggingface, "_measure_difference", lambda *_: 0.5)
     with pytest.raises(InvalidModel, match=r"its logits differ by 50\.0% from its own pass"):
         load_model(tmp_path, max_context=10, runner="eager")
 
@@ -144,7 +144,7 @@ def _failing(*_: object) -> None:
     raise RuntimeError("no room")
 
 
-@pytest.mark.parametrize("part", ["_shrunk", "_largest_difference"])
+@pytest.mark.parametrize("part", ["_trim_settings", "_measure_difference"])
 def test_a_check_that_fails_by_itself_is_no_refusal(monkeypatch, caplog, part):
     made = network("Llama")
     monkeypatch.setattr(huggingface, part, _failing)

@@ -197,7 +197,7 @@ def test_a_window_counts_positions_and_not_places(family, monkeypatch):
     expected = network(torch.tensor([[*ids, *path]])).logits[0, -1]
 
     torch.testing.assert_close(leaf_logits(network, ids), expected, atol=1e-3, rtol=1e-3)
-    monkeypatch.setattr(attention, "positions_in", lambda num_rows, _: torch.arange(num_rows))
+    monkeypatch.setattr(attention, "list_positions", lambda num_rows, _: torch.arange(num_rows))
     assert (leaf_logits(network, ids) - expected).abs().max() > 0.05
 
 

@@ -1,6 +1,6 @@
 """Families that need nothing of us but attention: text, features and head equal transformers' own.
 
-A row of MORE is all that a new one needs here, and its name in `architecture.FAMILIES`.
+A row of MORE is all that a new one needs here, and one in `families.FAMILIES`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from forerun.control.base import Tree
 from forerun.drafters.draft_model import SelfDraft
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models import attention
-from forerun.models.architecture import SUPPORTED
 from forerun.models.base import Context, LanguageModel, pack
-from forerun.models.decoder import VARIANTS
+from forerun.models.families import FAMILIES
 from forerun.models.huggingface import adapt
 from forerun.sampling.config import SamplingParams
 from forerun.theory.tree import NO_TREE
@@ -247,7 +246,7 @@ class Pair:
 
 PAIRS = [
     *((f, "eager") if f in TELLING else pytest.param((f, "eager"), marks=FULL) for f in MORE),
-    *((f, "native") for f in MORE if f"{f}ForCausalLM" in VARIANTS),
+    *((f, "native") for f in MORE if FAMILIES[f"{f}ForCausalLM"].variant),
 ]
 
 
@@ -266,7 +265,7 @@ def texts(model: LanguageModel, drafter: SelfDraft | None = None, **changes: Any
 
 def test_the_table_and_what_is_supported_are_the_same():
     rest = {f"{family}ForCausalLM" for family in MORE}
-    assert {name for _, (name, _) in tiny.FAMILIES.items()} | rest == set(SUPPORTED)
+    assert {name for _, (name, _) in tiny.FAMILIES.items()} | rest == FAMILIES.keys()
 
 
 @pytest.mark.one_in(4)

@@ -20,8 +20,9 @@ from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.config import RequestTerms
 from forerun.errors import NotEnoughMemory
-from forerun.models import architecture, huggingface, memory, recurrent
+from forerun.models import huggingface, memory, recurrent
 from forerun.models.base import Context, pack
+from forerun.models.families import FAMILIES
 from forerun.models.huggingface import HuggingFaceModel
 from forerun.models.load import load_model
 from forerun.models.recurrent import RecurrentStore, StackedStates
@@ -163,10 +164,10 @@ def test_states_are_those_of_the_text_read_at_once(model):
     alone = Context(store, list(context.ids), None)
     feed(model, alone, len(alone.ids))
     alone.commit(range(len(alone.ids)))
-    for layer, state in store._committed[context.slot].items():
+    for layer, state in store._states[context.slot].items():
         for key, tensor in state.items():
             torch.testing.assert_close(
-                tensor, store._committed[alone.slot][layer][key], rtol=1e-4, atol=1e-5
+                tensor, store._states[alone.slot][layer][key], rtol=1e-4, atol=1e-5
             )
 
 
@@ -191,7 +192,7 @@ def test_states_take_the_bytes_counted_from_the_configuration(made, dtype):
         tokens = [token for ids in ends for token in [*ids, *draft]]
         model.forward(pack(spans, tokens, [0], model.device))
         staged = [by_layer for slot in store._staged for by_layer in slot.values()]
-        committed = [state for slot in store._committed for state in slot.values()]
+        committed = [state for slot in store._states for state in slot.values()]
         held = held_bytes([*committed, *(state for row in staged for state in row.values())])
         rows = len(staged) + (2 if tree is BRANCHED else 0)
         assert rows * geometry.state_bytes <= held <= (rows + 4) * geometry.state_bytes
@@ -199,7 +200,7 @@ def test_states_take_the_bytes_counted_from_the_configuration(made, dtype):
         for context, ids in zip(contexts, ends, strict=True):
             context.commit(range(len(ids)))
             context.ids.append(5)
-        committed = [state for slot in store._committed for state in slot.values()]
+        committed = [state for slot in store._states for state in slot.values()]
         assert held_bytes(committed) == 2 * geometry.state_bytes
 
 
@@ -232,7 +233,7 @@ def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
         staged = self._staged[slot]
         last = staged[max(staged)] if staged else {}
         right(self, slot, rows)
-        self._committed[slot] = last
+        self._states[slot] = last
 
     right = RecurrentStore.commit
     monkeypatch.setattr(RecurrentStore, "commit", commit)
@@ -244,7 +245,7 @@ def one_row_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
         right(self, slot, rows)
         if rows:
             row = start + rows[-1]
-            self._committed[slot] = staged.get(row + 1, staged[row])
+            self._states[slot] = staged.get(row + 1, staged[row])
 
     right = RecurrentStore.commit
     monkeypatch.setattr(RecurrentStore, "commit", commit)
@@ -302,7 +303,7 @@ def snapshot_of_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
         awaited = slot in self.due
         right(self, slot, rows)
         if awaited and slot not in self.due:
-            self._snapshots[slot] = self._committed[slot]
+            self._snapshots[slot] = self._states[slot]
 
     right = RecurrentStore.commit
     monkeypatch.setattr(RecurrentStore, "commit", commit)
@@ -334,5 +335,7 @@ def test_known_faults_would_show(monkeypatch, plant):
 
 
 def test_the_table_of_recurrent_families_is_whole():
-    assert {f"{family}ForCausalLM" for family in RECURRENT} == set(architecture.RECURRENT)
+    assert {f"{family}ForCausalLM" for family in RECURRENT} == {
+        name for name, row in FAMILIES.items() if row.states is not None
+    }
     assert RECURRENT.keys() <= MORE.keys()

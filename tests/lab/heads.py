@@ -32,8 +32,7 @@ from forerun.drafters.medusa import (
 from forerun.measure.judge import read_text
 from forerun.models.base import LanguageModel, WrappedModel
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.kv_store import KVStore
-from forerun.models.slots import Prefix
+from forerun.models.kv_store import KVStore, Prefix
 from forerun.sampling.proposal import Proposal
 
 __all__ = [

@@ -17,7 +17,7 @@ from tests.tabular import TabularModel
 from torch import Tensor
 
 from forerun.models.base import Context, LanguageModel, Span, pack
-from forerun.models.slots import MIN_SHARED_TOKENS
+from forerun.models.kv_store import MIN_SHARED_TOKENS
 from forerun.theory.tree import TokenTree
 
 NUM_SLOTS = 3

@@ -16,9 +16,15 @@ from tests.tabular import TokenStore
 from torch import Tensor
 
 from forerun.errors import NotEnoughMemory
-from forerun.models.kv_store import BlockedKVStore, ContiguousKVStore, KVPrefix, KVStore
+from forerun.models.kv_store import (
+    MIN_SHARED_TOKENS,
+    BlockedKVStore,
+    ContiguousKVStore,
+    KVPrefix,
+    KVStore,
+    Prefix,
+)
 from forerun.models.memory import BLOCK_ROWS, KVGeometry
-from forerun.models.slots import MIN_SHARED_TOKENS, Prefix
 
 NUM_SLOTS = 3
 CAPACITY = 20

@@ -20,7 +20,8 @@ from tests.natives import decoder_of, random_parameters, run_by_torch, run_nativ
 from torch import Tensor
 
 from forerun.models.base import Context, LanguageModel, chain_by_forward, pack
-from forerun.models.decoder import VARIANTS, Decoder, Experts
+from forerun.models.decoder import Decoder, Experts
+from forerun.models.families import FAMILIES
 from forerun.models.runner.native import NativeModel
 from forerun.theory.tree import TokenTree
 
@@ -88,7 +89,7 @@ NARROW = {"num_heads": 3, "num_kv_heads": 1, "head_dim": 48, "vocab_size": 65}
 DECODERS |= {
     "windows and caps": replace(
         decoder_of(hidden_size=48, intermediate_size=33, **NARROW),
-        variant=replace(VARIANTS["Gemma2ForCausalLM"], qk_norm="whole", interleaved=True),
+        variant=replace(FAMILIES["Gemma2ForCausalLM"].variant, qk_norm="whole", interleaved=True),
         windows=(7, None),
         rotations=(1, 0),
         inv_freq=0.3 ** torch.arange(5.0),
@@ -103,7 +104,7 @@ DECODERS |= {
     ),
     "experts": replace(
         decoder_of(hidden_size=48, intermediate_size=33, num_layers=3, **NARROW),
-        variant=VARIANTS["Qwen3MoeForCausalLM"],
+        variant=FAMILIES["Qwen3MoeForCausalLM"].variant,
         windows=(None, 13, 1),
         rotations=(0, -1, 0),
         experts=Experts(

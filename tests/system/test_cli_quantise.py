@@ -17,7 +17,7 @@ from forerun.errors import InvalidModel
 from forerun.measure.quantise import write_quantised
 from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.load import kept_bytes, load_model
+from forerun.models.load import count_kept_bytes, load_model
 from forerun.models.quantised_folder import QuantisedFolder, quantise_matrix, stored_tensors
 from forerun.sampling.config import SamplingParams
 
@@ -34,7 +34,7 @@ def test_a_quantised_folder_loads_and_its_loss_is_measured(weights, tmp_path, ca
     assert -0.01 < made["loss"] < {"int8": 0.005, "int4": 0.1, "int4-int8": 0.1}[weights]
     plain = Engine.load(out, device="cpu", num_threads=1, num_speculative_tokens=3)
     checkpoint = ModelFiles.open(out)
-    expected = kept_bytes(checkpoint.weights, 2, is_tied=False)
+    expected = count_kept_bytes(checkpoint.weights, 2, is_tied=False)
     assert abs(plain.target.weights.num_bytes - expected) <= 2 << 20  # whole huge pages
     assert plain.target.bytes_read < made["num_bytes_before"]
     params = SamplingParams(max_tokens=16, temperature=0)

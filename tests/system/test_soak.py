@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.soak import soak_laws, soak_networks
 
-from forerun.models import slots
+from forerun.models import kv_store
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -29,6 +29,6 @@ def test_traffic_over_networks_changes_no_text():
 
 def test_a_planted_bug_is_found(monkeypatch):
     """One token more is taken for shared than is."""
-    common_length = slots.common_length
-    monkeypatch.setattr(slots, "common_length", lambda a, b: common_length(a, b) + 1)
+    count_common = kv_store.count_common
+    monkeypatch.setattr(kv_store, "count_common", lambda a, b: count_common(a, b) + 1)
     assert soak_laws(120, every=120).mismatches > 0

@@ -17,10 +17,10 @@ from forerun.bounded_read import (
     json_lines,
     open_bounded,
     open_stdin,
-    parquet_batches,
     parse_json,
     read_bytes,
     read_json,
+    read_parquet,
     read_text,
 )
 from forerun.errors import ForerunError, UnreadableInput
@@ -151,12 +151,12 @@ def test_parquet_is_read_in_batches(tmp_path):
     path = tmp_path / "file.parquet"
     rows = [{"a": index, "b": [{"c": str(index)}], "d": "text"} for index in range(10_000)]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    found = [row for batch in parquet_batches(path) for row in batch.to_pylist()]
+    found = [row for batch in read_parquet(path) for row in batch.to_pylist()]
     assert found == rows
-    (first, *_) = parquet_batches(path, ["a"])
+    (first, *_) = read_parquet(path, ["a"])
     assert first.schema.names == ["a"]
     with pytest.raises(UnreadableInput, match="no column 'z'"):
-        list(parquet_batches(path, ["z"]))
+        list(read_parquet(path, ["z"]))
 
 
 # 2000 texts of a megabyte, which share their memory here and, once written, in the file.
@@ -180,7 +180,7 @@ def test_parquet_bombs_are_refused(tmp_path, column, message):
     path = tmp_path / "file.parquet"
     pq.write_table(pa.table({"a": column}), path, compression="zstd", store_schema=False)
     with pytest.raises(UnreadableInput, match=message):
-        list(parquet_batches(path))
+        list(read_parquet(path))
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(100) + b"PAR1"])
@@ -188,14 +188,14 @@ def test_damaged_parquet_is_an_error(tmp_path, content):
     path = tmp_path / "file.parquet"
     path.write_bytes(content)
     with pytest.raises(UnreadableInput, match="as Parquet"):
-        list(parquet_batches(path))
+        list(read_parquet(path))
 
 
 def test_a_pipe_is_no_parquet(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(UnreadableInput, match="regular"):
-        list(parquet_batches(path))
+        list(read_parquet(path))
 
 
 def test_the_error_is_one_of_ours():

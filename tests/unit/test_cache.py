@@ -148,5 +148,5 @@ def test_what_cannot_be_read_is_not_whole(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("os.open", refuse)
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
     assert not cache.is_whole(path)

@@ -5,7 +5,7 @@ import subprocess
 from datetime import datetime
 
 import forerun
-from forerun.provenance import collect, commit_of, cpu_model
+from forerun.provenance import collect, commit_of, read_cpu_model
 
 
 def git(folder, *arguments):
@@ -46,8 +46,8 @@ def test_a_file_inside_somebody_elses_checkout_has_no_commit(tmp_path):
 def test_cpu_model_is_read_from_cpuinfo(tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Imaginary 9000\n")
-    assert cpu_model(cpuinfo) == "Imaginary 9000"
+    assert read_cpu_model(cpuinfo) == "Imaginary 9000"
 
 
 def test_cpu_model_has_a_name_without_cpuinfo(tmp_path):
-    assert cpu_model(tmp_path / "missing")
+    assert read_cpu_model(tmp_path / "missing")

@@ -33,7 +33,7 @@ from forerun.align.workspace import (
     write_lines,
 )
 from forerun.atomic_write import atomic_folder, atomic_write
-from forerun.bounded_read import expand_home, read_json
+from forerun.bounded_read import read_json
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
 from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import IncompatibleDraft, InvalidModel, Range
@@ -419,7 +419,7 @@ def describe_pair(
             f"{sizes.vocab_size}: other engines refuse such a pair; align the draft again, which "
             "makes them equal"
         )
-    is_local = expand_home(target).exists() or target.startswith("zoo:")
+    is_local = Path(os.path.expanduser(target)).exists() or target.startswith("zoo:")
     return Serving(
         target=str(files.folder.resolve()) if is_local else target,
         draft=draft.resolve(),

@@ -28,7 +28,6 @@ from forerun.models.huggingface import LAYERS, captured, find_part, read_weights
 from forerun.models.load import choose_device, choose_dtype
 from forerun.models.memory import available_bytes, readable
 from forerun.models.runner.native import NativeModel
-from forerun.models.stored_tensors import tensor_reader
 from forerun.sampling.config import SamplingParams
 
 
@@ -214,7 +213,7 @@ def read_head(files: ModelFiles, dtype: torch.dtype) -> TargetHead:
     names = files.weights.shapes
     if f"{EMBEDDING}.weight" not in names:
         return adopt_target(read_weights(files, dtype)).head
-    read = tensor_reader(files.weights, dtype, torch.device("cpu"))
+    read = files.weights.reader(dtype, torch.device("cpu"))
     is_tied = f"{OUTPUT}.weight" not in names
     bias = read(f"{OUTPUT}.bias") if f"{OUTPUT}.bias" in names else None
     return _make_head(read(f"{EMBEDDING if is_tied else OUTPUT}.weight"), bias, files.settings)

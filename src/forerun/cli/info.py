@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -62,27 +62,30 @@ def run(options: InfoOptions) -> int:
     )
     files = ModelFiles.open(options.model)
     target = describe(files, options.dtype, config)
-    content, fit, draft = target.to_dict(), None, None
+    content, fit = {**target}, None
     if options.draft is not None:
         draft_files = ModelFiles.find(options.draft)
         if is_head(draft_files.folder):
-            fit = examine_head(draft_files, files)
-            content |= {"draft": fit.to_dict()}
+            fit = content["draft"] = examine_head(draft_files, files)
         else:
             draft_files.check()
-            draft = describe(draft_files, options.dtype, config)
-            fit = compare(target, draft, (files, draft_files))
-            content |= {"draft": draft.to_dict(), "fit": fit.to_dict()}
+            draft = content["draft"] = describe(draft_files, options.dtype, config)
+            fit = content["fit"] = compare(target, draft, (files, draft_files))
     if options.json:
-        print(json.dumps(content))
+        print(json.dumps(content, default=asdict))
     else:
         print_model(target)
-        if fit is not None and draft is not None:
+        if "fit" in content:
             print_model(draft)
-            print_fit("draft", fit)
+            share = draft["num_parameters"] / target["num_parameters"]
+            print_fit(
+                "draft",
+                content["fit"],
+                f"{content['fit']['reason']}, {share:.1%} of the target's parameters",
+            )
         elif fit is not None:
             print_head(fit)
-    return 0 if fit is None or fit.fits else 1
+    return 0 if fit is None or fit["fits"] else 1
 
 
 COMMAND = Command(

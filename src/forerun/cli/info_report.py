@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,102 +12,29 @@ from rich.table import Table
 
 from forerun.cli.tables import SafeConsole
 from forerun.drafters.vocabulary_map import map_vocabularies
-from forerun.engine.sampling_defaults import sampling_defaults
+from forerun.engine.loading import sampling_defaults
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.catalog import ZOO_DRAFTS, ZOO_HEADS
 from forerun.models.checkpoint import FLOATS, ModelFiles, read_object, weights_hash
 from forerun.models.decoder import read_decoder, unsupported
 from forerun.models.draft_card import CardFigures, DraftCard, read_card, staleness
 from forerun.models.load import ModelRun, describe_run, load_model
-from forerun.models.memory import MemoryEstimate, readable, weights_bytes
+from forerun.models.memory import readable, weights_bytes
 from forerun.models.mtp_layout import find_module
 from forerun.models.tokenizers import compare_vocabularies
 from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
     from forerun.engine.config import EngineConfig
-    from forerun.models.architecture import Architecture
-    from forerun.models.base import LanguageModel
     from forerun.theory.intervals import Interval
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDescription:
-    """Architecture, sizes and memory of a model.
-
-    Attributes:
-        dtype: of weights and KV, as memory was worked out.
-        runner: the fastest runner for it on a CPU.
-        slower_because: what the native runner does not support of it; None if it runs the model.
-        sampling_defaults: what the model states for requests that leave it out.
-        file_bytes: size of the files that hold the weights.
-        keeps_blocks: matrices stay in memory in the few bits that they are stored in.
-        stored_types: share of the parameters by the type that they are stored as.
-        drafts: what can draft for it, beside other models, and what each needs, in words.
-        state_bytes: of the recurrent states of all layers after one token.
-        num_tokens: entries of the tokenizer; the logits may be wider.
-        card: what it was aligned to; None for a model that is no aligned draft.
-    """
-
-    name: str
-    folder: str
-    architecture: Architecture
-    num_parameters: int
-    dtype: str
-    num_slots: int
-    context: int
-    memory: MemoryEstimate
-    kv_bytes_per_token: int
-    state_bytes: int
-    weights_hash: str
-    tokenizer_hash: str
-    num_tokens: int
-    stored_types: Mapping[str, float]
-    runner: str
-    slower_because: str | None
-    has_chat_template: bool
-    sampling_defaults: Mapping[str, float]
-    file_bytes: int
-    keeps_blocks: bool
-    drafts: Mapping[str, str]
-    card: DraftCard | None
-
-    @property
-    def kv_bytes_per_slot(self) -> int:
-        return self.memory.kv_bytes // self.num_slots
-
-    def to_dict(self) -> dict[str, object]:
-        sums = {
-            "kv_bytes_per_slot": self.kv_bytes_per_slot,
-            "total_bytes": self.memory.total_bytes,
-        }
-        return asdict(self) | sums
+Facts = Mapping[str, Any]
+"""What is known of a model, or of a draft and whether it fits, as `--json` prints it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftFit:
-    """Whether a draft can draft for a target.
-
-    Attributes:
-        remark: how the draft would be used, and its size.
-        details: of a draft model, its method and vocabulary; of a head, how its files were read.
-    """
-
-    remark: str
-    details: Mapping[str, Any]
-    problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        return not self.problems
-
-    def to_dict(self) -> dict[str, object]:
-        found = {"fits": self.fits, "problems": self.problems, "warnings": self.warnings}
-        return {**found, **self.details}
-
-
-def describe(files: ModelFiles, dtype: str, config: EngineConfig) -> ModelDescription:
+def describe(files: ModelFiles, dtype: str, config: EngineConfig) -> Facts:
+    """Return the architecture, sizes and memory of a model, its fastest runner and its drafts."""
     run = describe_run(
         files,
         dtype=dtype,
@@ -117,32 +43,34 @@ def describe(files: ModelFiles, dtype: str, config: EngineConfig) -> ModelDescri
         max_context=config.max_context,
         max_staged_rows=config.max_nodes + 1,
     )
-    sizes, geometry, tokenizer = files.sizes, run.geometry, files.tokenizer
+    sizes, geometry, tokenizer, memory = files.sizes, run.geometry, files.tokenizer, run.memory
     runner, objection = choose_runner(run)
-    return ModelDescription(
-        name=files.name,
-        folder=str(files.folder),
-        architecture=sizes,
-        num_parameters=files.num_parameters,
-        dtype=str(geometry.dtype).removeprefix("torch."),
-        num_slots=config.num_slots,
-        context=geometry.capacity,
-        memory=run.memory,
-        kv_bytes_per_token=sizes.kv_token_elements * geometry.dtype.itemsize,
-        state_bytes=geometry.state_bytes,
-        weights_hash=files.content_hash,
-        tokenizer_hash=files.tokenizer_hash,
-        num_tokens=len(tokenizer.vocabulary),
-        stored_types=files.stored_types,
-        runner=runner,
-        slower_because=objection,
-        has_chat_template=tokenizer.has_chat_template,
-        sampling_defaults=sampling_defaults(files),
-        file_bytes=sum(path.stat().st_size for path in files.weight_files),
-        keeps_blocks=run.keeps_blocks and files.weights.is_packed,
-        drafts=dict(list_drafts(run, runner)),
-        card=read_card(files.folder),
-    )
+    return {
+        "name": files.name,
+        "folder": str(files.folder),
+        "architecture": sizes,
+        "num_parameters": files.num_parameters,
+        "dtype": str(geometry.dtype).removeprefix("torch."),
+        "num_slots": config.num_slots,
+        "context": geometry.capacity,
+        "memory": memory,
+        "kv_bytes_per_token": sizes.kv_token_elements * geometry.dtype.itemsize,
+        "state_bytes": geometry.state_bytes,
+        "weights_hash": files.content_hash,
+        "tokenizer_hash": files.tokenizer_hash,
+        "num_tokens": len(tokenizer.vocabulary),
+        "stored_types": files.stored_types,
+        "runner": runner,
+        "slower_because": objection,
+        "has_chat_template": tokenizer.has_chat_template,
+        "sampling_defaults": sampling_defaults(files),
+        "file_bytes": sum(path.stat().st_size for path in files.weight_files),
+        "keeps_blocks": run.keeps_blocks and files.weights.is_packed,
+        "drafts": dict(list_drafts(run, runner)),
+        "card": read_card(files.folder),
+        "kv_bytes_per_slot": memory.kv_bytes // config.num_slots,
+        "total_bytes": memory.total_bytes,
+    }
 
 
 def choose_runner(run: ModelRun) -> tuple[str, str | None]:
@@ -173,105 +101,104 @@ def list_drafts(run: ModelRun, runner: str) -> Iterator[tuple[str, str]]:
     yield "suffix", "copies from the text, without a model"
 
 
-def compare(
-    target: ModelDescription, draft: ModelDescription, files: tuple[ModelFiles, ModelFiles]
-) -> DraftFit:
-    """Compare a draft model with a target; `files` are of both."""
+def compare(target: Facts, draft: Facts, files: tuple[ModelFiles, ModelFiles]) -> Facts:
+    """Return whether a draft model can draft for a target, and how; `files` are of both."""
     vocabularies = compare_vocabularies(files[0].tokenizer, files[1].tokenizer)
-    problems: tuple[str, ...] = ()
+    problems: list[str] = []
     method, reason = "draft_model", "same tokenizer"
     if not vocabularies.identical:
         try:
             shared = map_vocabularies(files[0].tokenizer, files[1].tokenizer)
             method, reason = shared.way, shared.reason
         except IncompatibleDraft as error:
-            shown = [
+            problems = [str(error)] + [
                 f"  id {token}: target {ours!r}, draft {theirs!r}"
                 for token, ours, theirs in vocabularies.first_differences
             ]
-            problems = (str(error), *shown)
-    size = draft.num_parameters / target.num_parameters
-    return DraftFit(
-        remark=f"{reason}, {size:.1%} of the target's parameters",
-        details={"method": method, "reason": reason, "vocabularies": asdict(vocabularies)},
-        problems=problems,
-        warnings=tuple(warn_of_pair(target, draft, files)),
-    )
+    return {
+        "fits": not problems,
+        "problems": problems,
+        "warnings": [*warn_of_pair(target, draft, files)],
+        "method": method,
+        "reason": reason,
+        "vocabularies": vocabularies,
+    }
 
 
 def warn_of_pair(
-    target: ModelDescription, draft: ModelDescription, files: tuple[ModelFiles, ModelFiles]
+    target: Facts, draft: Facts, files: tuple[ModelFiles, ModelFiles]
 ) -> Iterator[str]:
     """Yield warnings about properties of the pair that reduce its speed."""
-    if draft.memory.weights_bytes >= target.memory.weights_bytes:
+    if draft["memory"].weights_bytes >= target["memory"].weights_bytes:
         yield "the draft is not smaller than the target: drafting will cost more than it saves"
-    if draft.context < target.context:
+    if draft["context"] < target["context"]:
         yield (
-            f"the draft's context ends at {draft.context} tokens: longer texts are decoded plainly"
+            f"the draft's context ends at {draft['context']} tokens: longer texts are decoded "
+            "plainly"
         )
     if (changed := staleness(files[1].folder, files[0])) is not None:
         yield changed
 
 
-def print_model(model: ModelDescription) -> None:
+def print_model(model: Facts) -> None:
     """Print a table of a model's properties on stdout."""
-    sizes, memory = model.architecture, model.memory
-    num_bits = 8 * memory.weights_bytes / model.num_parameters
-    stated = ", ".join(f"{name} {value:g}" for name, value in model.sampling_defaults.items())
-    reason = model.slower_because
+    sizes, memory, num_parameters = model["architecture"], model["memory"], model["num_parameters"]
+    num_bits = 8 * memory.weights_bytes / num_parameters
+    stated = ", ".join(f"{name} {value:g}" for name, value in model["sampling_defaults"].items())
+    reason = model["slower_because"]
     rows = {
         "architecture": f"{sizes.name}, {sizes.num_layers} layers, width {sizes.hidden_size}, "
         f"{sizes.num_heads} heads of {sizes.head_dim} over {sizes.num_kv_heads} KV heads",
         "attention": _describe_reach(sizes.windows),
-        "runner": model.runner
+        "runner": model["runner"]
         + (f"; the native one does not support {reason}" if reason else "")
         + ", on a CPU",
-        "parameters": f"{model.num_parameters:,} in {_describe_type(model)}",
-        "context": f"{model.context:,} tokens of {sizes.max_positions:,}"
+        "parameters": f"{num_parameters:,} in {_describe_type(model)}",
+        "context": f"{model['context']:,} tokens of {sizes.max_positions:,}"
         + (f": {sizes.position_limit}" if sizes.position_limit else ""),
-        "vocabulary": f"{model.num_tokens:,} tokens, logits {sizes.vocab_size:,} wide",
-        "file": f"{readable(model.file_bytes)} on disk, "
-        f"{8 * model.file_bytes / model.num_parameters:.3g} bits per weight; stored as "
-        + ", ".join(f"{kind} {share:.1%}" for kind, share in model.stored_types.items()),
+        "vocabulary": f"{model['num_tokens']:,} tokens, logits {sizes.vocab_size:,} wide",
+        "file": f"{readable(model['file_bytes'])} on disk, "
+        f"{8 * model['file_bytes'] / num_parameters:.3g} bits per weight; stored as "
+        + ", ".join(f"{kind} {share:.1%}" for kind, share in model["stored_types"].items()),
         "weights": f"{readable(memory.weights_bytes)} of memory in this type, {num_bits:.3g} bits "
-        "per weight" + (f", the embedding also in {model.dtype}" if model.keeps_blocks else ""),
-        "chat": "has a chat template" if model.has_chat_template else "no chat template",
+        "per weight" + (f", the embedding also in {model['dtype']}" * model["keeps_blocks"]),
+        "chat": "has a chat template" if model["has_chat_template"] else "no chat template",
         "sampling": f"the model states {stated or 'nothing'}, for requests that leave it out",
-        "KV": f"{readable(model.kv_bytes_per_token)} per token, "
-        f"{readable(model.kv_bytes_per_slot)} per sequence, "
-        f"{readable(memory.kv_bytes)} for {model.num_slots}",
+        "KV": f"{readable(model['kv_bytes_per_token'])} per token, "
+        f"{readable(model['kv_bytes_per_slot'])} per sequence, "
+        f"{readable(memory.kv_bytes)} for {model['num_slots']}",
         "logits": readable(memory.logits_bytes),
         "memory": f"{readable(memory.total_bytes)} in all",
-        "hash": f"weights {model.weights_hash}, tokenizer {model.tokenizer_hash}",
-        "folder": escape(model.folder),
+        "hash": f"weights {model['weights_hash']}, tokenizer {model['tokenizer_hash']}",
+        "folder": escape(model["folder"]),
         "drafts": escape("\n".join(_describe_drafts(model))),
     }
-    if model.state_bytes:
+    if model["state_bytes"]:
         rows["recurrent states"] = (
-            f"{readable(model.state_bytes)} after a token, {readable(memory.states_bytes)} for "
-            f"{model.num_slots} sequences and the rows of a step"
+            f"{readable(model['state_bytes'])} after a token, {readable(memory.states_bytes)} for "
+            f"{model['num_slots']} sequences and the rows of a step"
         )
-    if model.card is not None:
-        rows["aligned"] = escape("\n".join(_list_alignment(model.card)))
-    _print_sheet(model.name, rows)
+    if model["card"] is not None:
+        rows["aligned"] = escape("\n".join(_list_alignment(model["card"])))
+    _print_sheet(model["name"], rows)
 
 
-def _describe_type(model: ModelDescription) -> str:
+def _describe_type(model: Facts) -> str:
     """Say in which type the parameters are in memory."""
-    kinds = " and ".join(kind for kind in model.stored_types if kind not in FLOATS)
+    kinds = " and ".join(kind for kind in model["stored_types"] if kind not in FLOATS)
     if not kinds:
-        return model.dtype
-    if model.keeps_blocks:
+        return str(model["dtype"])
+    if model["keeps_blocks"]:
         return f"{kinds}, as stored; bf16 after dequantisation with --dtype bfloat16"
-    return f"{model.dtype} after dequantisation of {kinds}"
+    return f"{model['dtype']} after dequantisation of {kinds}"
 
 
-def _describe_drafts(model: ModelDescription) -> Iterator[str]:
+def _describe_drafts(model: Facts) -> Iterator[str]:
     """Yield a line per draft that fits, and how to find out what one costs."""
-    yield from (f"{name}: {needs}" for name, needs in model.drafts.items())
+    yield from (f"{name}: {needs}" for name, needs in model["drafts"].items())
     yield "self:N for its first N layers, recycling, and draft models (check one with --draft)"
     command = "forerun profile --target {model} --draft {draft}"
-    shown = shell_command(command, model=model.name, draft=next(iter(model.drafts)))
+    shown = shell_command(command, model=model["name"], draft=next(iter(model["drafts"])))
     yield f"what one costs on this machine: {shown}"
 
 
@@ -307,14 +234,14 @@ def _list_figures(before: CardFigures | None, after: CardFigures) -> Iterator[st
             yield f"{name} {start}{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
-def print_fit(kind: str, fit: DraftFit) -> None:
+def print_fit(kind: str, fit: Facts, remark: str = "") -> None:
     """Print whether a "draft" or a "head" fits, and what is wrong or unusual about it."""
     console = SafeConsole()
-    verdict = "[bold green]the {} fits[/]" if fit.fits else "[bold red]the {} does not fit[/]"
-    console.print(verdict.format(kind) + (fit.remark and f": {escape(fit.remark)}"))
-    for problem in fit.problems:
+    verdict = "[bold green]the {} fits[/]" if fit["fits"] else "[bold red]the {} does not fit[/]"
+    console.print(verdict.format(kind) + (remark and f": {escape(remark)}"))
+    for problem in fit["problems"]:
         console.print(f"  {problem}", markup=False)
-    for warning in fit.warnings:
+    for warning in fit["warnings"]:
         console.print(f"  [yellow]warning[/]: {escape(warning)}")
 
 
@@ -331,66 +258,50 @@ MAX_CONTEXT = 64
 """Tokens that a target has room for while a head is loaded for it."""
 
 
-def examine_head(files: ModelFiles, target_files: ModelFiles) -> DraftFit:
-    """Load a head for a target, and say whether it fits."""
-    from forerun.drafters.eagle3.head import is_eagle3
+def examine_head(files: ModelFiles, target_files: ModelFiles) -> Facts:
+    """Load a head for a target, and return its sizes and whether it fits."""
+    from forerun.drafters.eagle3.head import is_eagle3, names_layers, origin_of_layers
+    from forerun.drafters.eagle3.load import read_for
+    from forerun.drafters.medusa import load_medusa
 
     folder = files.folder
     target = load_model(target_files, max_batch=1, max_context=MAX_CONTEXT)
-    is_eagle = is_eagle3(read_object(folder / "config.json"))
-    details: dict[str, Any] = {
+    settings = read_object(folder / "config.json")
+    is_eagle = is_eagle3(settings)
+    facts: dict[str, Any] = {
+        "fits": True,
+        "problems": [],
+        "warnings": [],
         "folder": str(folder),
         "method": "eagle3" if is_eagle else "medusa",
         "sizes": {},
         "num_parameters": 0,
         "weights_hash": "not read",
     }
-    warnings: list[str] = []
-    problems: tuple[str, ...] = ()
     try:
-        head = _read_eagle3(folder, target) if is_eagle else _read_medusa(folder, target)
-        details["sizes"] = asdict(head.config)
-        details["num_parameters"] = sum(part.numel() for part in head.parameters())
-        details["weights_hash"] = weights_hash(folder.glob("*.safetensors"))
-        warnings += _warn_of_layers(folder, head.config.feature_layers) if is_eagle else ()
+        head: Any = read_for(folder, target) if is_eagle else load_medusa(folder, target).heads
+        facts["sizes"] = asdict(head.config)
+        facts["num_parameters"] = sum(part.numel() for part in head.parameters())
+        facts["weights_hash"] = weights_hash(folder.glob("*.safetensors"))
+        if is_eagle and not names_layers(settings):
+            facts["warnings"].append(origin_of_layers(settings, head.config.feature_layers))
     except (InvalidModel, IncompatibleDraft) as error:
-        problems = (str(error),)
+        facts |= {"fits": False, "problems": [str(error)]}
     try:
-        warnings += filter(None, [staleness(folder, target_files)])
+        facts["warnings"] += filter(None, [staleness(folder, target_files)])
     except InvalidModel as error:
-        warnings.append(f"the card is of no use: {error}")
-    return DraftFit(remark="", details=details, problems=problems, warnings=tuple(warnings))
+        facts["warnings"].append(f"the card is of no use: {error}")
+    return facts
 
 
-def _read_eagle3(folder: Path, target: LanguageModel) -> Any:
-    from forerun.drafters.eagle3.load import read_for
-
-    return read_for(folder, target)
-
-
-def _read_medusa(folder: Path, target: LanguageModel) -> Any:
-    from forerun.drafters.medusa import load_medusa
-
-    return load_medusa(folder, target).heads
-
-
-def _warn_of_layers(folder: Path, layers: Sequence[int]) -> Iterator[str]:
-    """Yield how the layers that an EAGLE-3 head reads were chosen, if its files do not say."""
-    from forerun.drafters.eagle3.head import names_layers, origin_of_layers
-
-    settings = read_object(folder / "config.json")
-    if not names_layers(settings):
-        yield origin_of_layers(settings, layers)
-
-
-def print_head(fit: DraftFit) -> None:
+def print_head(fit: Facts) -> None:
     """Print a table of a head's properties, and whether it fits, on stdout."""
-    details, num_parameters = fit.details, fit.details["num_parameters"]
+    num_parameters = fit["num_parameters"]
     rows = {
-        "method": details["method"],
-        **{name.replace("_", " "): escape(str(size)) for name, size in details["sizes"].items()},
+        "method": fit["method"],
+        **{name.replace("_", " "): escape(str(size)) for name, size in fit["sizes"].items()},
         "parameters": f"{num_parameters:,} ({readable(2 * num_parameters)} in bf16)",
-        "hash": details["weights_hash"],
+        "hash": fit["weights_hash"],
     }
-    _print_sheet(details["folder"], rows)
+    _print_sheet(fit["folder"], rows)
     print_fit("head", fit)

@@ -40,7 +40,7 @@ def run(options: QuantiseOptions) -> int:
     from forerun.measure.quantise import quantise_model
     from forerun.models.memory import readable
 
-    texts = _texts(options.sample)
+    texts = _read_texts(options.sample)
     with progress_bar("reading", 1.0) as report:
         made = quantise_model(options.model, options.out, options.weights, texts, report)
     if options.json:
@@ -56,7 +56,7 @@ def run(options: QuantiseOptions) -> int:
     return 0
 
 
-def _texts(sample: Path | None) -> list[str]:
+def _read_texts(sample: Path | None) -> list[str]:
     from forerun.models.catalog import held_out_prompts
 
     if sample is None:

@@ -30,7 +30,7 @@ from forerun.models.attention import ATTENTION_NAME, plan_pass, register, runnin
 from forerun.models.base import LanguageModel, ModelOutput, RowBatch, StoredModel
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.mtp_layout import FoundModule, Layout, open_module
-from forerun.models.stored_tensors import check_tensors, tensor_reader
+from forerun.models.stored_tensors import check_tensors
 
 logger = logging.getLogger("forerun.loading")
 
@@ -184,7 +184,7 @@ def _empty_module(
 
 def _tensors(files: ModelFiles, found: FoundModule, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read the tensors of a module by the names that `MTPModule` has for them."""
-    read = tensor_reader(files.weights, dtype, torch.device("cpu"))
+    read = files.weights.reader(dtype, torch.device("cpu"))
     layout = found.layout
     tensors: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}

@@ -156,7 +156,7 @@ def map_vocabularies(target: Tokenizer, draft: Tokenizer) -> VocabularyMap:
     Ordinary tokens match by their bytes. Special tokens match special tokens written the same, and
     the token that ends a text matches the other's where neither has one written the same.
     """
-    target, draft = target.with_plain_specials(), draft.with_plain_specials()
+    target, draft = target.make_specials_plain(), draft.make_specials_plain()
     for role, tokenizer in (("target", target), ("draft", draft)):
         _check_text(role, tokenizer)
     target_ids, draft_ids = _ids_by_bytes(target), _ids_by_bytes(draft)

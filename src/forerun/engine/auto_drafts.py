@@ -16,7 +16,7 @@ from forerun.drafters.vocabulary_map import map_vocabularies
 from forerun.engine.config import EngineConfig
 from forerun.engine.loading import Source
 from forerun.errors import ForerunError
-from forerun.models.architecture import SUPPORTED, Runner, WeightFormat
+from forerun.models.architecture import Runner, WeightFormat
 from forerun.models.catalog import PREFIX, ZOO_DRAFTS
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.decoder import unsupported
@@ -214,8 +214,7 @@ def _cached_models() -> Iterator[tuple[str, ModelFiles]]:
         folder = Path(newest.snapshot_path)
         try:
             files = ModelFiles.find(folder)
-            is_known = not files.has_vision and files.architecture in SUPPORTED
-            if find_checkpoint(files.config) is None and is_known:
+            if find_checkpoint(files.config) is None and not files.has_vision:
                 yield repository.repo_id, ModelFiles.open(files)
         except (ForerunError, OSError) as error:
             logger.debug("%s of the local Hugging Face cache is left out: %s", folder, error)

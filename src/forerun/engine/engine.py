@@ -34,6 +34,7 @@ from forerun.engine.loading import (
     default_controller,
     load_drafters,
     load_target,
+    sampling_defaults,
 )
 from forerun.engine.observing import StepObserver
 from forerun.engine.results import (
@@ -44,7 +45,6 @@ from forerun.engine.results import (
     Stop,
     StreamChunk,
 )
-from forerun.engine.sampling_defaults import sampling_defaults
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence, output_of
 from forerun.engine.step import Stepper
@@ -257,7 +257,7 @@ class Engine:
         config = (config or EngineConfig()).with_settings(settings)
         target = ModelFiles.open(target)
         asked = [] if draft in (None, NONE) else as_sources(draft)
-        drafts, found = with_auto(asked, target, device, dtype, config)
+        drafts, found = with_auto(asked, target, device, dtype, config) if asked else ([], [])
         check_choice(drafts, config, controller)
         defaults = sampling_defaults(target)
         # What "auto" stands for has been checked, and is left out if it cannot be loaded.

@@ -27,8 +27,7 @@ from forerun.engine.results import TokenLogprobs
 from forerun.engine.sequence import Sequence
 from forerun.errors import MaskError
 from forerun.models.base import Context, Span
-from forerun.models.kv_store import KVStore
-from forerun.models.slots import MIN_SHARED_TOKENS, common_length
+from forerun.models.kv_store import MIN_SHARED_TOKENS, KVStore, count_common
 from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.history import RowHistory, problem_of_allowed
 from forerun.sampling.kernels import raw_logprobs
@@ -392,5 +391,5 @@ def num_unread(reader: Sequence, sequence: Sequence) -> int:
     """Number of shared prefix tokens that `reader` has not fed yet; 0 if it decodes."""
     if reader.context is None or reader.context.num_pending <= 1:
         return 0
-    num_common = min(common_length(reader.ids, sequence.ids), len(sequence.ids) - 1)
+    num_common = min(count_common(reader.ids, sequence.ids), len(sequence.ids) - 1)
     return num_common - reader.context.num_cached

@@ -18,8 +18,8 @@ from forerun.bounded_read import (
     check_regular,
     first_line,
     json_lines,
-    parquet_batches,
     read_json,
+    read_parquet,
     read_text,
 )
 from forerun.errors import InvalidRequest, UnreadableInput
@@ -217,7 +217,7 @@ def _read_parquet_rows(file: Path) -> Rows:
     except (OSError, ArrowException) as error:
         raise InvalidRequest(f"{file} is no whole Parquet file: {first_line(error)}") from error
     number = 0
-    for batch in parquet_batches(file, columns, TABLE):
+    for batch in read_parquet(file, columns, TABLE):
         for row in batch.to_pylist():
             number += 1
             yield f"{file}, row {number}", row

@@ -14,7 +14,8 @@ from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import QUANTISED, WeightFormat
 from forerun.models.base import Context, LanguageModel, pack
 from forerun.models.checkpoint import ModelFiles, read_object, weight_files
-from forerun.models.decoder import VARIANTS, unsupported
+from forerun.models.decoder import unsupported
+from forerun.models.families import find_family
 from forerun.models.load import load_model
 from forerun.models.quantised_folder import (
     EMBEDDING,
@@ -24,7 +25,7 @@ from forerun.models.quantised_folder import (
     quantise_matrix,
     stored_tensors,
 )
-from forerun.models.stored_tensors import tensor_reader, write_files
+from forerun.models.stored_tensors import write_files
 from forerun.models.tokenizers import Tokenizer
 
 MAX_TOKENS = 500
@@ -108,7 +109,8 @@ def write_quantised(
     architecture = files.sizes
     if objection := unsupported(architecture, files.settings):
         raise InvalidModel(f"only models of the native runner are quantised, not {objection}")
-    variant = VARIANTS[architecture.name]
+    variant = find_family(architecture.name).variant
+    assert variant is not None
     if variant.experts is not None:
         raise InvalidModel(
             f"the experts of {architecture.name} are not written in fewer bits; quantise them "
@@ -118,7 +120,7 @@ def write_quantised(
     stored = files.weights.names
     names = dict.fromkeys((*stored, QUANTISED_HEAD))
     parts = tuple(f"{part}.weight" for parts in variant.parts for part in parts)
-    read = tensor_reader(files.weights, None, torch.device("cpu"))
+    read = files.weights.reader(None, torch.device("cpu"))
     tensors = {}
     for place, name in enumerate(names):
         tensor = read(name if name in stored else EMBEDDING)

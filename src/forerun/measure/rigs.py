@@ -63,7 +63,7 @@ from forerun.models.checkpoint import ModelFiles
 from forerun.models.kv_store import KVPrefix
 from forerun.models.memory import available_bytes
 from forerun.models.tokenizers import Tokenizer
-from forerun.provenance import collect, content_hash, cpu_model, num_cores
+from forerun.provenance import collect, content_hash, num_cores, read_cpu_model
 from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
 from forerun.theory.cost import (
@@ -428,7 +428,7 @@ def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> Profile
     gpu = f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else None
     drafts = pair.drafter if pair.draft is None else pair.draft
     return ProfileSetup(
-        cpu=cpu_model(),
+        cpu=read_cpu_model(),
         num_cores=num_cores(),
         num_threads=num_threads_of(pair.engine),
         device=gpu or device.type,

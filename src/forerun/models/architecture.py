@@ -1,116 +1,21 @@
-"""Supported architectures, recognised from config.json before any weight is read, and runners."""
+"""Sizes of a model, read from its configuration before any weight is read, and runners."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from forerun.errors import InvalidModel
+from forerun.models.families import find_family
+from forerun.models.family import Family, States
 
-FAMILIES = (
-    "Afmoe Apertus Arcee BitNet Cohere Cohere2 Cohere2Moe Cwm DeepseekV2 DeepseekV3 Dots1 Emu3 "
-    "Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FlexOlmo GPTNeoX Gemma Gemma2 Gemma3 Gemma4 "
-    "Glm Glm4 Glm4Moe Glm4MoeLite GptOss Granite GraniteMoe GraniteMoeSWA GraniteMoeShared "
-    "GraniteSWA HYV3 Helium HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Jais2 Laguna Llama Llama4 "
-    "Mellum MiMoV2Flash MiniMaxM2 Ministral Ministral3 Mistral Mistral4 Mixtral "
-    "NanoChat Nemotron OPT Olmo Olmo2 Olmo3 Olmoe Persimmon Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 "
-    "Qwen3Moe SeedOss SmolLM3 SolarOpen StableLm Starcoder2 VaultGemma Youtu"
-)
-"""Prefixes of the class names in transformers that the contract test covers. Their modules compute
-everything but attention, so a family is listed once attention is all that it needs of us."""
-
-RECURRENT: Mapping[str, str] = MappingProxyType(
-    {
-        "BambaForCausalLM": "BambaMixer",
-        "FalconH1ForCausalLM": "FalconH1Mixer",
-        "FalconMambaForCausalLM": "FalconMambaMixer",
-        "GraniteMoeHybridForCausalLM": "GraniteMoeHybridMambaLayer",
-        "JambaForCausalLM": "JambaMambaMixer",
-        "KimiLinearForCausalLM": "KimiLinearDeltaAttention",
-        "Lfm2ForCausalLM": "Lfm2ShortConv",
-        "Lfm2MoeForCausalLM": "Lfm2MoeShortConv",
-        "Lfm3ForCausalLM": "Lfm3ShortConv",
-        "Mamba2ForCausalLM": "Mamba2Mixer",
-        "MambaForCausalLM": "MambaMixer",
-        "NemotronHForCausalLM": "NemotronHMamba2Mixer",
-        "OlmoHybridForCausalLM": "OlmoHybridGatedDeltaNet",
-        "Qwen3NextForCausalLM": "Qwen3NextGatedDeltaNet",
-        "Qwen3_5ForCausalLM": "Qwen3_5GatedDeltaNet",
-        "Qwen3_5MoeForCausalLM": "Qwen3_5MoeGatedDeltaNet",
-    }
-)
-"""Models with recurrent layers, and the class of these in transformers."""
-
-SUPPORTED = (
-    "GPT2LMHeadModel",
-    *(f"{family}ForCausalLM" for family in FAMILIES.split()),
-    *RECURRENT,
-)
-
-TEXT_CLASSES: Mapping[str, str] = MappingProxyType(
-    {
-        "gemma3_text": "Gemma3ForCausalLM",
-        "gemma4_text": "Gemma4ForCausalLM",
-        "ministral3": "Ministral3ForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "mistral4": "Mistral4ForCausalLM",
-        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-        "qwen3_5_text": "Qwen3_5ForCausalLM",
-    }
-)
-"""Class of the language model in a checkpoint that has a vision tower, by its `model_type`."""
-WITH_VISION = tuple(
-    f"{family}ForConditionalGeneration"
-    for family in ("Gemma3", "Gemma4", "Mistral3", "Qwen3_5", "Qwen3_5Moe")
-)
-
-REASONS: Mapping[str, str] = MappingProxyType(
-    {
-        "Bloom Mpt": "its attention has biases by distance (ALiBi)",
-        "DeepseekV32 DeepseekV4 GlmMoeDsa HYV4": "its attention chooses keys by an index",
-        "Doge": "its attention mask is computed from the values",
-        "Gemma3n": "it has several residual streams",
-        "Gemma4Assistant Gemma4UnifiedAssistant": "it drafts from the keys and values of its "
-        "target, which no drafter here reads; for Gemma 4 use the draft suffix, self:N or a "
-        "smaller Gemma 4",
-        "MiMo": "transformers has no class for it; its layers are those of Qwen2: it runs, and mtp "
-        "drafts, with architectures Qwen2ForCausalLM and model_type qwen2 in its config.json",
-        "MiniMax RecurrentGemma Rwkv Zamba Zamba2": "transformers keeps its recurrent state in a "
-        "way of its own",
-        "T5 Bart MBart Pegasus Whisper": "it has an encoder",
-    }
-)
-"""Why families of other classes are not supported."""
-
-# Models with recurrent layers only, which have no heads, no keys and no longest position.
-WITHOUT_ATTENTION = ("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM")
 UNLIMITED = 1 << 17
 """Context length of models whose configuration names none."""
 
-# Models with latent attention: keys and values are computed per head from a compressed row, and
-# keys are wider than values. The store keeps both per head.
-LATENT = (
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Glm4MoeLiteForCausalLM",
-    "KimiLinearForCausalLM",
-    "Mistral4ForCausalLM",
-    "YoutuForCausalLM",
-)
-
 LATENT_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim")
-
-# Models in which every query head has its own keys and values; transformers ignores a number of
-# key/value heads in their configuration.
-MULTI_HEAD = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM")
-
-# Models with a table of position embeddings, at whose end the context ends.
-LEARNED_POSITIONS = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 ROPE_KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -135,45 +40,10 @@ MAX_LAYERS = 4096
 """Most layers of a configuration: transformers creates an object per layer at the start."""
 MAX_SIZE = 1 << 31
 
-# Models whose window transformers puts into the mask only. It does not pass the window to attention
-# functions, so ours would attend to the whole context.
-WINDOWS_IN_MASK = ("PhimoeForCausalLM", "Qwen2MoeForCausalLM")
-
 LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid")
 """Layers with a recurrent state; "hybrid" ones have keys and values too."""
 ATTENDING_TYPES = ("attention", "hybrid", *LAYER_TYPES)
-
-DELTA_SIZES = (
-    "num_key_heads",
-    "num_value_heads",
-    "key_head_dim",
-    "value_head_dim",
-    "conv_kernel_dim",
-)
-KIMI_SIZES = ("num_heads", "head_dim", "conv_kernel_dim")
-MAMBA1_SIZES = ("intermediate_size", "state_size", "conv_kernel")
-MAMBA2_SIZES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
-STATE_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    dict.fromkeys(
-        ("BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM"), MAMBA2_SIZES
-    )
-    | {
-        "FalconMambaForCausalLM": MAMBA1_SIZES,
-        "MambaForCausalLM": MAMBA1_SIZES,
-        "JambaForCausalLM": ("mamba_expand", "hidden_size", "mamba_d_state", "mamba_d_conv"),
-        "Mamba2ForCausalLM": ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
-        "NemotronHForCausalLM": (
-            "mamba_num_heads",
-            "mamba_head_dim",
-            "ssm_state_size",
-            "n_groups",
-            "conv_kernel",
-        ),
-    }
-)
-"""Names of the sizes of a Mamba layer. Mamba 1: width (or two factors of it), state, kernel.
-Mamba 2: heads, width of a head, state, groups, kernel."""
 
 # Settings that make of a supported model one whose output we would not reproduce.
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -197,8 +67,7 @@ class Architecture:
         windows: how many positions back layers see, their own included; None: all. Each value once,
             in the order of the first layer that has it.
         attention_layers: layers with keys and values; None: all.
-        recurrent: class of the recurrent layers in transformers, see `RECURRENT`; None: there are
-            none.
+        recurrent: class of the recurrent layers in transformers; None: there are none.
         state_sizes: elements of the recurrent states of all layers after one token: of the
             convolutions, in the dtype of the model, and of the recurrences, in fp32.
     """
@@ -228,26 +97,6 @@ class Architecture:
         return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim
 
 
-def text_class(name: str, settings: Mapping[str, Any]) -> str | None:
-    """Return the class of the text part of a model with a vision tower; None for others."""
-    text = settings.get("text_config")
-    if name not in WITH_VISION or not isinstance(text, Mapping):
-        return None
-    return TEXT_CLASSES.get(str(text.get("model_type")))
-
-
-def unsupported_class(name: str) -> str:
-    """Say that a class is not supported, for which reason, and which has a similar name."""
-    family = re.split("For|LMHead", name)[0]
-    reason = next((why for names, why in REASONS.items() if family in names.split()), "")
-    near = get_close_matches(name, SUPPORTED, n=1, cutoff=0.7)
-    nearest = f"; of similar name is {near[0]}" if near else ""
-    return (
-        f"{name} is not supported{reason and f': {reason}'}{nearest}. {len(SUPPORTED)} model "
-        "classes of transformers are (docs/models.md)"
-    )
-
-
 def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     """Check that a model is supported and return its sizes.
 
@@ -256,19 +105,20 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
     Raises:
         InvalidModel: the model, or something its configuration asks for, is not supported.
     """
-    if name not in SUPPORTED:
-        raise InvalidModel(unsupported_class(name))
+    family = find_family(name)
+    states = family.states
     _refuse_quantised(settings)
     _refuse_settings(name, settings)
-    ropes = _checked_ropes(name, settings)
+    ropes = _check_ropes(name, settings)
     hidden_size = size(settings, "hidden_size", "n_embd")
-    kinds = _layer_kinds(settings) if name in RECURRENT else None
-    state_sizes = (0, 0) if kinds is None else _state_sizes(name, settings, kinds)
-    if name in RECURRENT:
-        settings = _recurrent_settings(name, settings)
+    kinds, state_sizes = None, (0, 0)
+    if states is not None:
+        kinds = _list_kinds(settings)
+        state_sizes = count_states(states, settings, kinds)
+        settings = _fill_recurrent(states, settings)
     num_heads = size(settings, "num_attention_heads", "n_head")
-    max_positions, position_limit = _max_positions(name, settings, ropes)
-    num_kv_heads, head_dim = _head_sizes(name, settings, num_heads, hidden_size)
+    max_positions, position_limit = _limit_positions(family, settings, ropes)
+    num_kv_heads, head_dim = _read_heads(family, settings, num_heads, hidden_size)
     return Architecture(
         name=name,
         num_layers=size(settings, "num_hidden_layers", "n_layer"),
@@ -278,33 +128,33 @@ def read_architecture(name: str, settings: Mapping[str, Any]) -> Architecture:
         hidden_size=hidden_size,
         vocab_size=size(settings, "vocab_size", "vocab_size"),
         max_positions=max_positions,
-        learned_positions=name in LEARNED_POSITIONS,
+        learned_positions=family.positions == "table",
         position_limit=position_limit,
-        windows=_windows_of(name, settings),
+        windows=_read_windows(family, settings),
         attention_layers=None
         if kinds is None
         else tuple(index for index, kind in enumerate(kinds) if kind in ATTENDING_TYPES),
-        recurrent=RECURRENT.get(name),
+        recurrent=None if states is None else states.module,
         state_sizes=state_sizes,
     )
 
 
-def _head_sizes(
-    name: str, settings: Mapping[str, Any], num_heads: int, hidden_size: int
+def _read_heads(
+    family: Family, settings: Mapping[str, Any], num_heads: int, hidden_size: int
 ) -> tuple[int, int]:
     """Return the key/value heads of a layer and their width; the most where layers differ."""
-    given = {} if name in MULTI_HEAD else settings
+    given = {} if family.heads == "each" else settings
     num_kv_heads = optional_size(given, "num_key_value_heads", num_heads)
     head_dim = optional_size(given, "head_dim", max(1, hidden_size // num_heads))
-    if name in LATENT:
+    if family.heads == "latent":
         num_kv_heads = num_heads
         head_dim = sum(checked_size(settings.get(key), key) for key in LATENT_KEYS)
-    if name == "FalconForCausalLM":
+    if family.heads == "falcon":
         shared = 1 if settings.get("multi_query") else num_heads
         has_groups = settings.get("new_decoder_architecture")
         num_kv_heads = optional_size(settings, "num_kv_heads", num_heads) if has_groups else shared
-    if name == "MiMoV2FlashForCausalLM" and "sliding_attention" in settings["layer_types"]:
-        num_kv_heads *= 2  # where a layer has a window
+    if family.heads == "doubled" and "sliding_attention" in settings["layer_types"]:
+        num_kv_heads *= 2
     layers = (settings.get("per_layer_config") or {}).values()
     heads = [num_kv_heads, *(optional_size(at, "num_key_value_heads", 1) for at in layers)]
     for fewer in heads:
@@ -325,7 +175,7 @@ def check_trainable(architecture: Architecture) -> None:
         )
 
 
-def _recurrent_settings(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fill_recurrent(states: States, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with what models with recurrent layers may leave out."""
     kinds = settings.get("layers_block_type")
     given = dict(settings)
@@ -333,12 +183,12 @@ def _recurrent_settings(name: str, settings: Mapping[str, Any]) -> Mapping[str, 
         given["num_hidden_layers"] = len(kinds)
     if given.get("max_position_embeddings") is None:
         given["max_position_embeddings"] = UNLIMITED
-    if name in WITHOUT_ATTENTION:
+    if not states.attends:
         given |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
     return given
 
 
-def _layer_kinds(settings: Mapping[str, Any]) -> Sequence[str]:
+def _list_kinds(settings: Mapping[str, Any]) -> Sequence[str]:
     given = settings.get("layer_types") or settings.get("layers_block_type")
     if given:
         return list(given)
@@ -351,29 +201,23 @@ def _layer_kinds(settings: Mapping[str, Any]) -> Sequence[str]:
     return ["full_attention" if i in attending else "linear_attention" for i in layers]
 
 
-def _state_sizes(name: str, settings: Mapping[str, Any], kinds: Sequence[str]) -> tuple[int, int]:
+def count_states(
+    states: States, settings: Mapping[str, Any], kinds: Sequence[str]
+) -> tuple[int, int]:
     """Return `Architecture.state_sizes`, worked out from the configuration alone."""
-
-    def read(*names: str) -> list[int]:
-        return [checked_size(settings.get(key), key) for key in names]
-
-    if name.startswith("Lfm"):
-        width, kernel = read("hidden_size", "conv_L_cache")
-        channels, recurrent = width, 0
-    elif name == "KimiLinearForCausalLM":
-        heads, head_dim, kernel = read(*(f"linear_{key}" for key in KIMI_SIZES))
-        channels, recurrent = 3 * heads * head_dim, heads * head_dim * head_dim
-    elif name not in STATE_SIZES:
-        key_heads, heads, key_dim, value_dim, kernel = read(*(f"linear_{k}" for k in DELTA_SIZES))
-        channels = 2 * key_heads * key_dim + heads * value_dim
-        recurrent = heads * key_dim * value_dim
-    else:
-        *sizes, kernel = read(*STATE_SIZES[name])
-        if len(sizes) == len(MAMBA2_SIZES) - 1:
-            heads, head_dim, state, groups = sizes
-            channels = heads * head_dim + 2 * groups * state
-            recurrent = heads * head_dim * state
-        else:
+    *sizes, kernel = [checked_size(settings.get(key), key) for key in states.sizes]
+    match states.kind, sizes:
+        case "convolution", [channels]:
+            recurrent = 0
+        case "kimi", [heads, width]:
+            channels, recurrent = 3 * heads * width, heads * width * width
+        case "mamba2", [heads, width, state, groups]:
+            channels = heads * width + 2 * groups * state
+            recurrent = heads * width * state
+        case "delta", [key_heads, heads, key_width, width]:
+            channels = 2 * key_heads * key_width + heads * width
+            recurrent = heads * key_width * width
+        case _:  # "mamba": the width, or two factors of it, and the state
             channels, recurrent = math.prod(sizes[:-1]), math.prod(sizes)
     num_layers = sum(kind in RECURRENT_TYPES for kind in kinds)
     return num_layers * channels * kernel, num_layers * recurrent
@@ -409,17 +253,19 @@ def check_layer_count(settings: Mapping[str, Any]) -> None:
             checked_size(settings[name], name)
 
 
-def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
-    window = settings.get("sliding_window")
+def _read_windows(family: Family, settings: Mapping[str, Any]) -> tuple[int | None, ...]:
+    name, window = family.name, settings.get("sliding_window")
     kinds = settings.get("layer_types")
     if window is not None and (kinds is None or "sliding_attention" in kinds):
         checked_size(window, "sliding_window")
-        if name in WINDOWS_IN_MASK and window < settings.get("max_position_embeddings", UNLIMITED):
+        longest = settings.get("max_position_embeddings", UNLIMITED)
+        if family.windows == "masked" and window < longest:
             raise InvalidModel(
                 f"{name} with sliding_window={window} is not supported: its window is in the mask "
                 "alone; supported are models of this class whose window is the whole context"
             )
-        if name == "SmolLM3ForCausalLM" and kinds and not settings.get("use_sliding_window"):
+        is_used = settings.get("use_sliding_window")
+        if family.windows == "stated" and kinds and not is_used:
             raise InvalidModel(  # transformers' attention functions disagree on what that means
                 f"{name} has layers of type 'sliding_attention' and use_sliding_window=False; "
                 "config.json must say either that they have a window or that they have none"
@@ -427,9 +273,9 @@ def _windows_of(name: str, settings: Mapping[str, Any]) -> tuple[int | None, ...
     if kinds is None:
         return (window,)
     known: tuple[str, ...] = LAYER_TYPES
-    if name in RECURRENT:
+    if family.states is not None:
         known = (*LAYER_TYPES, *RECURRENT_TYPES)
-    elif name == "Llama4ForCausalLM":
+    elif family.positions == "chunked":
         known = (*LAYER_TYPES, "chunked_attention")
     for kind in kinds:
         if kind not in known:
@@ -460,7 +306,7 @@ def _refuse_settings(name: str, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _checked_ropes(name: str, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _check_ropes(name: str, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rotary embeddings of a configuration; refuse unknown ones and unknown settings."""
     parameters = settings.get("rope_parameters") or {}
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
@@ -481,8 +327,8 @@ def _checked_ropes(name: str, settings: Mapping[str, Any]) -> list[Mapping[str, 
     return ropes
 
 
-def _max_positions(
-    name: str, settings: Mapping[str, Any], ropes: Sequence[Mapping[str, Any]]
+def _limit_positions(
+    family: Family, settings: Mapping[str, Any], ropes: Sequence[Mapping[str, Any]]
 ) -> tuple[int, str | None]:
     """Return `Architecture.max_positions` and `Architecture.position_limit`.
 
@@ -490,9 +336,9 @@ def _max_positions(
     rescale, so the text would depend on how it is cut into passes.
     """
     longest = size(settings, "max_position_embeddings", "n_positions")
-    if name in LEARNED_POSITIONS:
+    if family.positions == "table":
         return longest, "its positions are rows of a table"
-    if name == "Llama4ForCausalLM":
+    if family.positions == "chunked":
         # Every layer sees all of the first chunk, and no scores are tempered before floor_scale.
         chunk = optional_size(settings, "attention_chunk_size", longest)
         tempered = optional_size(settings, "floor_scale", longest + 1)

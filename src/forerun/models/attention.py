@@ -113,17 +113,17 @@ class Biases:
         device = self.like.device
         bias = self.like.new_zeros((self.num_groups, num_rows, num_keys))
         if causal:
-            hidden = hidden_rows(num_rows, tree).to(device)
+            hidden = hide_rows(num_rows, tree).to(device)
             bias[:, :, num_keys - num_rows :].masked_fill_(hidden, -torch.inf)
         if self.window is not None:
-            rows = positions_in(num_rows, tree or NO_TREE)
+            rows = list_positions(num_rows, tree or NO_TREE)
             keys = torch.cat([torch.arange(num_rows - num_keys, 0), rows])
             far = rows[:, None] - keys >= self.window
             bias.masked_fill_(far.to(device), -torch.inf)
         return bias.view(-1, num_keys)
 
 
-def hidden_rows(num_rows: int, tree: TokenTree | None = None) -> Bool[Tensor, "rows rows"]:
+def hide_rows(num_rows: int, tree: TokenTree | None = None) -> Bool[Tensor, "rows rows"]:
     """Return the rows hidden from each row of a block: later ones and, in a tree, non-ancestors."""
     hidden = torch.ones(num_rows, num_rows, dtype=torch.bool).triu_(1)
     if tree is not None:
@@ -135,7 +135,7 @@ def hidden_rows(num_rows: int, tree: TokenTree | None = None) -> Bool[Tensor, "r
     return hidden
 
 
-def positions_in(num_rows: int, tree: TokenTree) -> Int64[Tensor, " rows"]:
+def list_positions(num_rows: int, tree: TokenTree) -> Int64[Tensor, " rows"]:
     num_chain = num_rows - len(tree.parents)
     depths = torch.tensor(tree.depths, dtype=torch.int64)
     return torch.cat([torch.arange(num_chain), num_chain - 1 + depths])
@@ -224,7 +224,7 @@ _RUNNING: ContextVar[AttentionPass] = ContextVar("_RUNNING")
 
 @contextmanager
 def running(attention_pass: AttentionPass) -> Iterator[None]:
-    """Let `packed_attention` attend by this plan."""
+    """Let `attend_packed` attend by this plan."""
     token = _RUNNING.set(attention_pass)
     try:
         yield
@@ -232,7 +232,7 @@ def running(attention_pass: AttentionPass) -> Iterator[None]:
         _RUNNING.reset(token)
 
 
-def packed_attention(  # noqa: PLR0913 (transformers' signature)
+def attend_packed(  # noqa: PLR0913 (transformers' signature)
     module: Any,
     query: Float[Tensor, "1 heads rows head_dim"],
     key: Float[Tensor, "1 kv_heads rows head_dim"],
@@ -266,7 +266,7 @@ def packed_attention(  # noqa: PLR0913 (transformers' signature)
     return attended.flatten(2, 3)[..., :value_dim].contiguous(), None
 
 
-def falcon_attention(
+def attend_as_falcon(
     module: Any,
     hidden_states: Float[Tensor, "1 rows width"],
     position_embeddings: tuple[Tensor, Tensor],
@@ -281,7 +281,7 @@ def falcon_attention(
     query, key = untyped.apply_rotary_pos_emb(query, key, *position_embeddings)
     if (copies := key.shape[1] // module.num_kv_heads) > 1:  # one per query head of a group
         key, value = key[:, ::copies], value[:, ::copies]
-    attended = packed_attention(module, query, key, value, None, scaling=module.inv_norm_factor)[0]
+    attended = attend_packed(module, query, key, value, None, scaling=module.inv_norm_factor)[0]
     return module.dense(attended.flatten(2)), None
 
 
@@ -364,10 +364,10 @@ def _attend_by_scores(  # noqa: PLR0913 (as `attend`)
 
 
 def register() -> None:
-    """Register `packed_attention` with transformers, without a function that builds masks."""
+    """Register `attend_packed` with transformers, without a function that builds masks."""
     from transformers import AttentionInterface  # takes seconds; only this runner needs it
 
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    AttentionInterface.register(ATTENTION_NAME, attend_packed)
 
 
 def plan_pass(

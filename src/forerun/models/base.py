@@ -16,8 +16,7 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
 from forerun.models.architecture import Architecture, WeightFormat
-from forerun.models.kv_store import KVStore, TensorKVStore
-from forerun.models.slots import Prefix, common_length
+from forerun.models.kv_store import KVStore, Prefix, TensorKVStore, count_common
 from forerun.theory.tree import NO_TREE, TokenTree
 
 
@@ -294,7 +293,7 @@ class Context:
 
         The last token is always pending then, since its logits are wanted.
         """
-        same = common_length(self.ids, ids)
+        same = count_common(self.ids, ids)
         self.ids[same:] = ids[same:]
         if self.num_cached > (num_kept := max(0, min(same, len(ids) - 1))):
             self.store.cut(self.slot, num_kept)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from forerun.bounded_read import expand_home, first_line
+from forerun.bounded_read import first_line
 from forerun.client.urls import hide_urls
 from forerun.errors import InvalidModel
 from forerun.models.package_index import WheelFile, fetch_wheel_file
@@ -104,7 +105,7 @@ def model_folder(source: str | Path) -> Path:
         return zoo_path(name)
     if not name.strip():
         _refuse_word(name)
-    folder = expand_home(source)
+    folder = Path(os.path.expanduser(source))
     if folder.is_dir() or (folder.is_file() and folder.suffix.lower() == GGUF):
         return folder
     if folder.is_file():

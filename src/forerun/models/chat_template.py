@@ -69,7 +69,7 @@ class TemplateProcess:
     def _ask(self, line: bytes, max_wall_s: float) -> dict[str, Any]:
         """Return the reply of the child process; it is empty if the child was killed."""
         start_s = 0 if self.is_running else MAX_START_SECONDS
-        child = self._running()
+        child = self._ensure_running()
         assert child.stdin is not None
         assert child.stdout is not None
         alarm = threading.Timer(max_wall_s + start_s, child.kill)
@@ -93,7 +93,7 @@ class TemplateProcess:
         child = self._child
         return child is not None and self._owner == os.getpid() and child.poll() is None
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _ensure_running(self) -> subprocess.Popen[bytes]:
         """Return the running child process; a forked process starts a child of its own."""
         if not self.is_running:
             self._owner = os.getpid()
@@ -180,7 +180,7 @@ def rendered(template: str, variables: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def without_none(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def drop_none(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 

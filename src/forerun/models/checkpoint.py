@@ -16,25 +16,19 @@ from torch import Tensor
 from forerun.bounded_read import ReadLimits, check_regular, read_bytes, read_json
 from forerun.cache import HASH_LENGTH, cache_folder, cached_json, hash_of
 from forerun.errors import InvalidModel, UnreadableInput
-from forerun.models.architecture import (
-    SUPPORTED,
-    Architecture,
-    check_layer_count,
-    read_architecture,
-    text_class,
-    unsupported_class,
-)
+from forerun.models.architecture import Architecture, check_layer_count, read_architecture
 from forerun.models.catalog import model_folder
 from forerun.models.decoder import StoredWeights
+from forerun.models.families import FAMILIES, explain_refusal, find_family, find_text_class
 from forerun.models.gguf.file import GGUFFile, open_gguf
-from forerun.models.gguf.tokenizer import ENDS, build_tokenizer, special_tokens, split_rule
+from forerun.models.gguf.tokenizer import ENDS, build_tokenizer, special_tokens
 from forerun.models.quantised_folder import METHOD, open_quantised, read_scheme
 from forerun.models.stored_tensors import ITEM_BYTES, FloatWeights, parse_header
 from forerun.models.tokenizers import (
     FROM_TRANSFORMERS,
     Tokenizer,
     TokenizerDefinition,
-    library_versions,
+    list_versions,
     read_tokenizer,
     render_template,
 )
@@ -144,15 +138,14 @@ class ModelFiles:
         _refuse_own_code(self.folder, settings, architecture)
         _refuse_heads(self.folder, settings, architecture)
         method = settings.get("quantization_config") or {}
-        text = None if method else text_class(architecture, settings)
+        text = None if method else find_text_class(architecture, settings)
         if not isinstance(method, dict):
             raise InvalidModel(
                 f"{where} has quantization_config={method!r:.60}; it must be an object"
             )
         if method and method.get("quant_method") != METHOD:
             read_scheme(where, method)
-        if (text or architecture) not in SUPPORTED:
-            raise InvalidModel(unsupported_class(architecture))
+        find_family(text or architecture)
         return Description(text or architecture, text is not None, method)
 
     @property
@@ -225,7 +218,12 @@ class ModelFiles:
     @cached_property
     def sizes(self) -> Architecture:
         """The sizes of the model; raises InvalidModel where it is not supported."""
-        return check_sizes(self.architecture, self.settings, f"the configuration in {self.folder}")
+        try:
+            return read_architecture(self.architecture, self.settings)
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidModel(
+                f"the configuration in {self.folder} cannot be used: {type(error).__name__} {error}"
+            ) from error
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -269,7 +267,7 @@ class ModelFiles:
         For a warning at every start, where reading hundreds of gigabytes twice is too much.
         Training moves nearly all values of a tensor; a hand that changes a few may go unnoticed.
         """
-        return weights_sample_hash(self.weight_files)
+        return hash_samples(self.weight_files)
 
     @cached_property
     def tokenizer_hash(self) -> str:
@@ -277,7 +275,7 @@ class ModelFiles:
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise InvalidModel(f"{path} is missing; is {self.folder} a model folder?")
-        return combined([path])
+        return weights_hash([path])
 
     @cached_property
     def template_hash(self) -> str:
@@ -299,7 +297,7 @@ class ModelFiles:
         check_layer_count(self.config)
         return json.dumps(self.config).encode()
 
-    def transformers_config(self) -> Any:
+    def read_transformers_config(self) -> Any:
         """Return transformers' configuration object; raises whatever transformers raises."""
         from transformers import AutoConfig  # takes seconds
 
@@ -336,7 +334,7 @@ class GGUFModel(ModelFiles):
     def check(self) -> None:
         """Refuse a file without tensors, or with a tokenizer whose rule is unknown."""
         if self.weights.metadata.get("tokenizer.ggml.model") == "gpt2":
-            split_rule(self.weights)
+            _ = self.tokenizer
         self.check_tensors()
 
     @cached_property
@@ -353,7 +351,7 @@ class GGUFModel(ModelFiles):
     def settings_key(self) -> bytes:
         return json.dumps(self.weights.settings, sort_keys=True).encode()
 
-    def transformers_config(self) -> Any:
+    def read_transformers_config(self) -> Any:
         """Return transformers' configuration object; raises whatever transformers raises."""
         return self.weights.config()
 
@@ -366,7 +364,7 @@ class GGUFModel(ModelFiles):
         """The tokenizer and the chat template in the metadata (InvalidModel)."""
         file = self.weights
         template = file.metadata.get("tokenizer.chat_template")
-        key = hash_of(library_versions() + file.header_hash.encode())
+        key = hash_of(list_versions() + file.header_hash.encode())
         kept = cached_json(
             cache_folder(),
             f"tokenizer-of-gguf-{version('forerun')}-{key}",
@@ -428,19 +426,11 @@ def read_settings(files: ModelFiles, folder: Path | None = None) -> dict[str, An
 def understood(files: ModelFiles) -> dict[str, Any]:
     """Read the configuration with transformers and convert it to JSON types."""
     try:
-        config = files.transformers_config()
+        config = files.read_transformers_config()
     except Exception as error:
         raise InvalidModel(f"the configuration in {files.folder} is refused: {error}") from error
     settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return settings
-
-
-def check_sizes(name: str, settings: Mapping[str, Any], where: str) -> Architecture:
-    """Read the sizes of a configuration, turning any malformed value into InvalidModel."""
-    try:
-        return read_architecture(name, settings)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidModel(f"{where} cannot be used: {type(error).__name__} {error}") from error
 
 
 HEAD_SETTINGS = ("draft_vocab_size", "eagle_config", "medusa_num_heads", "speculators_model_type")
@@ -468,8 +458,8 @@ def _refuse_own_code(folder: Path, settings: Mapping[str, Any], architecture: st
         return
     code = settings["auto_map"] if isinstance(settings["auto_map"], dict) else {}
     own_class = str(code.get("AutoModelForCausalLM")).rpartition(".")[2]
-    if own_class != architecture or architecture not in SUPPORTED:
-        reason = "" if architecture in SUPPORTED else f". {unsupported_class(architecture)}"
+    if own_class != architecture or architecture not in FAMILIES:
+        reason = "" if architecture in FAMILIES else f". {explain_refusal(architecture)}"
         raise InvalidModel(
             f"{folder} needs code of its own (auto_map); remote code is never run{reason}"
         )
@@ -508,7 +498,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         return (folder,)
     if not folder.is_dir():
         raise InvalidModel(f"there is no model folder {folder}")
-    names = _indexed_files(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
+    names = _read_index(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
     if names and not missing:
         return tuple(folder / name for name in names)
@@ -522,7 +512,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     raise InvalidModel(f"{folder} lacks its weights: {', '.join(missing) or 'the index is empty'}")
 
 
-def _indexed_files(index: Path) -> list[str]:
+def _read_index(index: Path) -> list[str]:
     """Return the weight files named by an index, which must lie in its folder."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -537,12 +527,7 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(names)
 
 
-def weights_hash(weight_files: Iterable[Path]) -> str:
-    """SHA-256 of safetensors files in the order of their names: its first 16 hexadecimal digits."""
-    return combined(sorted(weight_files))
-
-
-def weights_sample_hash(weight_files: Iterable[Path]) -> str:
+def hash_samples(weight_files: Iterable[Path]) -> str:
     """Hash the headers and samples of the tensors in safetensors files."""
     total = hashlib.sha256()
     for path in sorted(weight_files):
@@ -558,10 +543,10 @@ def weights_sample_hash(weight_files: Iterable[Path]) -> str:
     return total.hexdigest()[:HASH_LENGTH]
 
 
-def combined(files: Iterable[Path]) -> str:
-    """Hash the hashes of the files, so that file boundaries matter."""
+def weights_hash(files: Iterable[Path]) -> str:
+    """Hash the hashes of files in the order of their names, so that file boundaries matter."""
     digests = []
-    for path in files:
+    for path in sorted(files):
         with path.open("rb") as file:
             digests.append(hashlib.file_digest(file, "sha256").digest())
     return hash_of(b"".join(digests))

@@ -1,8 +1,9 @@
 """Weights of a decoder under names common to all model families, for the fast runners.
 
 Many families are one decoder with small differences: RMS norms, rotary positions, grouped query
-heads, a gated feed-forward. `VARIANTS` says how each differs. Read here once, under names that do
-not depend on the family, and fused where the input is the same: query, key and value; gate and up.
+heads, a gated feed-forward. A `DecoderVariant` says how each differs. Read here once, under names
+that do not depend on the family, and fused where the input is the same: query, key and value; gate
+and up.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Float16, Int8
 from torch import Tensor
 
 from forerun.models.architecture import Architecture
+from forerun.models.families import find_family
+from forerun.models.family import MATRIX_PARTS, DecoderVariant, ExpertNames
 
 ReadTensor = Callable[[str], Tensor]
 """A parameter by its name in the checkpoint, in the dtype and on the device wanted."""
@@ -108,6 +111,13 @@ class StoredWeights(ABC):
     def read(self, name: str) -> Tensor:
         """Return a parameter in floating point, dequantised."""
 
+    def reader(self, dtype: torch.dtype | None, device: torch.device) -> ReadTensor:
+        """Return a function that reads a parameter, converted and moved to a device.
+
+        Without a dtype it is the stored one.
+        """
+        return lambda name: self.read(name).to(device=device, dtype=dtype)
+
     def groups(self, name: str) -> BlockFormat | None:
         """Return the format of a matrix in few bits, by its name in transformers; else None."""
         return None
@@ -117,16 +127,7 @@ class StoredWeights(ABC):
         raise KeyError(name)
 
 
-MATRIX_PARTS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-"""Modules of a layer whose weights are fused into one matrix, in the order of `MatrixKind`."""
-
-
-def fused_with(name: str) -> tuple[str, ...]:
+def list_fused(name: str) -> tuple[str, ...]:
     """Return the names of the parameters that are packed into one matrix with one of a layer."""
     prefix, found, part = name.removesuffix(".weight").rpartition(".self_attn.")
     if not found:
@@ -143,174 +144,9 @@ def join_formats(stored: StoredWeights, names: Sequence[str]) -> BlockFormat | N
     return reduce(BlockFormat.join, formats) if formats and len(formats) == len(found) else None
 
 
-FUSED_QKV = ("self_attn.qkv_proj",)
-FUSED_GATE_UP = ("mlp.gate_up_proj",)
-
 # By transformers' names, of which two call the same function: whether it is the GELU by tanh.
 GATES: Mapping[str, bool] = MappingProxyType(
     {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertNames:
-    """Names of modules in a layer with experts, and of the settings that describe them.
-
-    Attributes:
-        parts: gate, up and down projection of an expert, whose number goes in.
-        num_experts: the setting that counts them.
-        size: the setting of their width.
-        normalised: the weights of a row's experts sum to 1: always, or if `norm_topk_prob` is set.
-    """
-
-    router: str
-    parts: tuple[str, str, str]
-    num_experts: str
-    size: str
-    normalised: Literal["always", "norm_topk_prob"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderVariant:
-    """Differences of a model family's layers from Llama's, which are the defaults.
-
-    Attributes:
-        parts: modules of a layer whose weights are fused into one matrix, see `MATRIX_PARTS`.
-        input_norm: name of the norm before attention; None: there is none.
-        attention_norm: on what attention adds to the residual stream.
-        post_norm: before the feed-forward.
-        feed_forward_norm: on what the feed-forward adds to the residual stream.
-        one_plus_norms: norms multiply by 1 + weight.
-        qkv_bias: queries, keys and values have biases: always, never, or as `attention_bias` says.
-        qk_norm: queries and keys are normed before rotation, head by head or as one vector each.
-        windows: layers with the window of the configuration: none, all, those that `layer_types`
-            lists as sliding, or these if `use_sliding_window` is set.
-        partial_rotation: `partial_rotary_factor` says which part of a head is rotated.
-        interleaved: rotated pairs are neighbours.
-        unrotated: layers that do not rotate: none, those that `no_rope_layers` names by a 0, or
-            beside sliding layers all others.
-        gate: the setting that names the activation.
-        root_embedding: embeddings are multiplied by the square root of their width.
-        query_scalar: scores are divided by the square root of `query_pre_attn_scalar`.
-        score_cap: scores are capped at `attn_logit_softcapping`.
-        logit_cap: logits are capped at `final_logit_softcapping`.
-        experts: layers may have experts in place of a feed-forward.
-        multipliers: embeddings, branches, scores and logits are scaled by Granite's settings.
-    """
-
-    parts: tuple[tuple[str, ...], ...] = MATRIX_PARTS
-    input_norm: str | None = "input_layernorm"
-    attention_norm: str | None = None
-    post_norm: str | None = "post_attention_layernorm"
-    feed_forward_norm: str | None = None
-    one_plus_norms: bool = False
-    qkv_bias: bool | Literal["attention_bias"] = False
-    qk_norm: Literal["none", "heads", "whole"] = "none"
-    windows: Literal["none", "all", "listed", "switched"] = "none"
-    partial_rotation: bool = False
-    interleaved: bool = False
-    unrotated: Literal["none", "no_rope_layers", "full_attention"] = "none"
-    gate: str = "hidden_act"
-    root_embedding: bool = False
-    query_scalar: bool = False
-    score_cap: bool = False
-    logit_cap: bool = False
-    multipliers: bool = False
-    experts: ExpertNames | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the graphs runner has all of it but windows."""
-        known = replace(self, qkv_bias=False, windows="none")
-        return known in (DecoderVariant(), DecoderVariant(qk_norm="heads"))
-
-
-QWEN_EXPERTS = ExpertNames(
-    router="mlp.gate",
-    parts=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
-    num_experts="num_local_experts",
-    size="moe_intermediate_size",
-    normalised="norm_topk_prob",
-)
-MIXTRAL_EXPERTS = ExpertNames(
-    router="block_sparse_moe.gate",
-    parts=(
-        "block_sparse_moe.experts.{}.w1",
-        "block_sparse_moe.experts.{}.w3",
-        "block_sparse_moe.experts.{}.w2",
-    ),
-    num_experts="num_local_experts",
-    size="intermediate_size",
-    normalised="always",
-)
-
-LLAMA = DecoderVariant()
-GEMMA = DecoderVariant(one_plus_norms=True, root_embedding=True)
-GEMMA2 = DecoderVariant(
-    attention_norm="post_attention_layernorm",
-    post_norm="pre_feedforward_layernorm",
-    feed_forward_norm="post_feedforward_layernorm",
-    one_plus_norms=True,
-    windows="listed",
-    gate="hidden_activation",
-    root_embedding=True,
-    query_scalar=True,
-    score_cap=True,
-    logit_cap=True,
-)
-GLM = DecoderVariant(
-    parts=(MATRIX_PARTS[0], MATRIX_PARTS[1], FUSED_GATE_UP, MATRIX_PARTS[3]),
-    qkv_bias="attention_bias",
-    partial_rotation=True,
-    interleaved=True,
-)
-OLMO2 = DecoderVariant(
-    input_norm=None,
-    attention_norm="post_attention_layernorm",
-    post_norm=None,
-    feed_forward_norm="post_feedforward_layernorm",
-    qk_norm="whole",
-)
-
-# The families that `Decoder` covers. Others may differ from it even where their settings do not.
-VARIANTS: Mapping[str, DecoderVariant] = MappingProxyType(
-    {
-        "CwmForCausalLM": DecoderVariant(windows="listed"),
-        "Ernie4_5ForCausalLM": DecoderVariant(interleaved=True),
-        "Exaone4ForCausalLM": replace(
-            OLMO2, qk_norm="heads", windows="listed", unrotated="full_attention"
-        ),
-        "GemmaForCausalLM": GEMMA,
-        "Gemma2ForCausalLM": GEMMA2,
-        "Gemma3ForCausalLM": replace(GEMMA2, qk_norm="heads", score_cap=False),
-        "GlmForCausalLM": GLM,
-        "Glm4ForCausalLM": replace(
-            GLM, attention_norm="post_self_attn_layernorm", feed_forward_norm="post_mlp_layernorm"
-        ),
-        "GraniteForCausalLM": DecoderVariant(multipliers=True),
-        "HeliumForCausalLM": DecoderVariant(qkv_bias="attention_bias", interleaved=True),
-        "LlamaForCausalLM": LLAMA,
-        "MinistralForCausalLM": DecoderVariant(windows="listed"),
-        "MistralForCausalLM": DecoderVariant(windows="all"),
-        "MixtralForCausalLM": DecoderVariant(windows="all", experts=MIXTRAL_EXPERTS),
-        "Olmo2ForCausalLM": OLMO2,
-        "Olmo3ForCausalLM": replace(OLMO2, windows="listed"),
-        "OlmoeForCausalLM": DecoderVariant(
-            qk_norm="whole",
-            experts=replace(QWEN_EXPERTS, num_experts="num_experts", size="intermediate_size"),
-        ),
-        "Phi3ForCausalLM": DecoderVariant(
-            parts=(FUSED_QKV, MATRIX_PARTS[1], FUSED_GATE_UP, MATRIX_PARTS[3]),
-            windows="all",
-            partial_rotation=True,
-        ),
-        "Qwen2ForCausalLM": DecoderVariant(qkv_bias=True, windows="switched"),
-        "Qwen3ForCausalLM": DecoderVariant(qk_norm="heads", windows="switched"),
-        "Qwen3MoeForCausalLM": DecoderVariant(qk_norm="heads", windows="all", experts=QWEN_EXPERTS),
-        "SeedOssForCausalLM": DecoderVariant(qkv_bias="attention_bias"),
-        "SmolLM3ForCausalLM": DecoderVariant(windows="switched", unrotated="no_rope_layers"),
-        "VaultGemmaForCausalLM": replace(GEMMA2, attention_norm=None, feed_forward_norm=None),
-    }
 )
 
 
@@ -353,7 +189,7 @@ class Decoder:
     """
 
     architecture: Architecture
-    variant: DecoderVariant = LLAMA
+    variant: DecoderVariant = field(default_factory=DecoderVariant)
     intermediate_size: int
     norm_eps: float
     inv_freq: Float[Tensor, " pairs"]
@@ -437,14 +273,14 @@ class EndWeights:
 
 def unsupported(architecture: Architecture, settings: Mapping[str, Any]) -> str | None:
     """Return the first feature of a model that only the eager runner has, or None."""
-    variant = VARIANTS.get(architecture.name, LLAMA)
+    if (variant := find_family(architecture.name).variant) is None:
+        return architecture.name
     gate = settings.get(variant.gate)
     rope = settings.get("rope_parameters") or {}
     parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
     is_partial = any(float(part.get("partial_rotary_factor", 1.0)) != 1.0 for part in parts)
     has_biases = settings.get("attention_bias") and variant.qkv_bias != "attention_bias"
     objections = {
-        architecture.name: architecture.name not in VARIANTS,
         f"{variant.gate} {gate!r}": gate not in GATES,
         "biases in the feed-forward (mlp_bias)": settings.get("mlp_bias"),
         "biases in every matrix (use_bias)": settings.get("use_bias"),
@@ -460,7 +296,8 @@ def unsupported(architecture: Architecture, settings: Mapping[str, Any]) -> str 
 
 def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Decoder:
     """Read the sizes and constants of a decoder for which `unsupported` returns None."""
-    variant = VARIANTS[architecture.name]
+    variant = find_family(architecture.name).variant
+    assert variant is not None
     kinds = settings.get("layer_types")
     if kinds is not None and len(kinds) != architecture.num_layers:
         raise ValueError(f"layer_types names {len(kinds)} of {architecture.num_layers} layers")
@@ -479,16 +316,16 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         inv_freq=inv_freq,
         rope_scale=rope_scale,
         tied=settings["tie_word_embeddings"],
-        windows=_windows(variant, settings, architecture.num_layers),
+        windows=_list_windows(variant, settings, architecture.num_layers),
         sliding_rotation=sliding,
-        rotations=_rotations(variant, settings, by_kind=is_rotated_by_kind),
+        rotations=_list_rotations(variant, settings, by_kind=is_rotated_by_kind),
         gelu=GATES[settings[variant.gate]],
-        experts=_experts(variant.experts, settings, architecture.num_layers),
-        **_scales(variant, architecture, settings),
+        experts=_read_expert_sizes(variant.experts, settings, architecture.num_layers),
+        **_read_scales(variant, architecture, settings),
     )
 
 
-def _experts(
+def _read_expert_sizes(
     names: ExpertNames | None, settings: Mapping[str, Any], num_layers: int
 ) -> Experts | None:
     if names is None:
@@ -506,7 +343,7 @@ def _experts(
     )
 
 
-def _rotations(
+def _list_rotations(
     variant: DecoderVariant, settings: Mapping[str, Any], *, by_kind: bool
 ) -> tuple[int, ...]:
     if by_kind:
@@ -521,7 +358,7 @@ def _rotations(
     return ()
 
 
-def _windows(
+def _list_windows(
     variant: DecoderVariant, settings: Mapping[str, Any], num_layers: int
 ) -> tuple[int | None, ...]:
     is_off = variant.windows == "switched" and not settings["use_sliding_window"]
@@ -533,7 +370,7 @@ def _windows(
     )
 
 
-def _scales(
+def _read_scales(
     variant: DecoderVariant, architecture: Architecture, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return the factors and caps that differ from 1 and from none."""
@@ -614,7 +451,7 @@ def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
         variant.feed_forward_norm,
     )
     layer |= {f"{name}.weight": (hidden,) for name in norms if name is not None}
-    dense, mixed = weights(variant.parts[2:]), _expert_shapes(decoder)
+    dense, mixed = weights(variant.parts[2:]), _list_expert_shapes(decoder)
     shapes = {
         f"model.layers.{index}.{name}": shape
         for index in range(a.num_layers)
@@ -624,7 +461,7 @@ def parameter_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     return shapes if decoder.tied else shapes | {"lm_head.weight": (a.vocab_size, hidden)}
 
 
-def _expert_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
+def _list_expert_shapes(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     """Return the name in a layer and the shape of every parameter of its experts."""
     experts, names = decoder.experts, decoder.variant.experts
     if experts is None or names is None:

@@ -123,17 +123,6 @@ def read_card(folder: Path) -> DraftCard | None:
         raise InvalidModel(f"{path} is damaged ({error}); align again") from error
 
 
-def changes_of_target(card: DraftCard, target: Path | ModelFiles) -> tuple[str, ...]:
-    """Return which parts of a target differ from the target that the draft was aligned to.
-
-    They are named "weights", "tokenizer" and "chat template".
-
-    Raises:
-        InvalidModel: the target cannot be read.
-    """
-    return card.made_for.differences(identify(target))
-
-
 def staleness(draft: Path, target: Path | ModelFiles) -> str | None:
     """Describe how a target differs from the one that a draft was aligned to.
 
@@ -146,7 +135,7 @@ def staleness(draft: Path, target: Path | ModelFiles) -> str | None:
     if card is None:
         return None
     files = ModelFiles.open(target)
-    changed = changes_of_target(card, files)
+    changed = card.made_for.differences(identify(files))
     if not changed:
         return None
     command = shell_command(

@@ -23,13 +23,14 @@ from transformers.utils import logging as transformers_logging
 
 from forerun.errors import InvalidModel, InvalidRequest
 from forerun.models.architecture import LAYER_COUNTS, Architecture, read_architecture
-from forerun.models.attention import ATTENTION_NAME, falcon_attention, plan_pass, register, running
+from forerun.models.attention import ATTENTION_NAME, attend_as_falcon, plan_pass, register, running
 from forerun.models.base import Context, ModelOutput, RowBatch, StoredModel, pack
 from forerun.models.checkpoint import ModelFiles
+from forerun.models.families import find_family
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import geometry_of
 from forerun.models.recurrent import RecurrentPass, RecurrentStore, pack_recurrent_layers
-from forerun.models.stored_tensors import TEXT_NAMES, text_only
+from forerun.models.stored_tensors import TEXT_NAMES, keep_text
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -49,12 +50,8 @@ def find_part(network: Any, *names: str) -> Any:
     return next((module for name, module in body.named_children() if name in names), None)
 
 
-LOGITS_MULTIPLIED = ("HyperCLOVAXForCausalLM",)
-"""Models that multiply logits by `logits_scaling`; others divide by it."""
-
-
 class HuggingFaceModel(StoredModel):
-    """A LanguageModel over a transformers model that attends through `packed_attention`."""
+    """A LanguageModel over a transformers model that attends through `attend_packed`."""
 
     store: ContiguousKVStore
 
@@ -63,6 +60,7 @@ class HuggingFaceModel(StoredModel):
     ) -> None:
         super().__init__(architecture, store)
         self.network = network
+        self.family = find_family(architecture.name)
         self._recurrent_pass: RecurrentPass | None = None
         if isinstance(store, RecurrentStore) and architecture.recurrent is not None:
             self._recurrent_pass = pack_recurrent_layers(network, architecture, store)
@@ -102,33 +100,33 @@ class HuggingFaceModel(StoredModel):
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
         """Token embeddings as they enter the residual stream, without learned positions."""
         embedded = self.network.get_input_embeddings()(tokens)
-        embedded = embedded * self._setting("embedding_multiplier", 1.0)
-        if self._setting("mup_enabled", False):
+        embedded = embedded * self._get_setting("embedding_multiplier", 1.0)
+        if self._get_setting("mup_enabled", False):
             embedded = embedded * self.architecture.hidden_size**0.5
-        if self.architecture.name == "NanoChatForCausalLM":
+        if self.family.norms_embedding:
             embedded = self.final_norm(embedded)
-        return self._project(embedded, "project_in")
+        return self._apply_part(embedded, "project_in")
 
     @torch.inference_mode()
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         """Apply the final norm; models without one return the rows unchanged."""
-        return self._project(hidden, *NORMS)
+        return self._apply_part(hidden, *NORMS)
 
     @torch.inference_mode()
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Logits of rows after the final norm, with the logit scale and cap of the model family."""
-        projected = self._project(hidden, "project_out")
+        projected = self._apply_part(hidden, "project_out")
         logits: Tensor = self.network.get_output_embeddings()(projected)
-        scaling = self._setting("logits_scaling", 1.0)
-        divisor = 1 / scaling if self.architecture.name in LOGITS_MULTIPLIED else scaling
-        logits = logits * self._setting("logit_scale", 1.0) / divisor
-        cap = self._setting("final_logit_softcapping", None)
+        scaling = self._get_setting("logits_scaling", 1.0)
+        divisor = 1 / scaling if self.family.multiplies_logits else scaling
+        logits = logits * self._get_setting("logit_scale", 1.0) / divisor
+        cap = self._get_setting("final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _setting(self, name: str, default: Any) -> Any:
+    def _get_setting(self, name: str, default: Any) -> Any:
         return self.network.config.to_dict().get(name, default)
 
-    def _project(self, rows: Tensor, *names: str) -> Tensor:
+    def _apply_part(self, rows: Tensor, *names: str) -> Tensor:
         """Apply a part of the network to rows; without such a part they are unchanged."""
         part = find_part(self.network, *names)
         projected: Tensor = rows if part is None else part(rows)
@@ -204,7 +202,7 @@ def adapt(
     for module in model.modules():
         own: Any = module
         if type(module).__name__ == "FalconAttention":
-            own.forward = MethodType(falcon_attention, module)
+            own.forward = MethodType(attend_as_falcon, module)
         elif type(module).__name__ == "Llama4TextAttention":
             own.attn_temperature_tuning = False  # 1 up to the last position; counts rows instead
     store_class = ContiguousKVStore if architecture.recurrent is None else RecurrentStore
@@ -250,9 +248,9 @@ def check_passes(model_class: Any, config: Any) -> None:
         own = None
         try:
             with quiet_transformers():
-                network = _random_network(model_class, _shrunk(config), seed)
-                ids, own = _own_logits(network, seed)
-            difference = _largest_difference(network, ids, own)
+                network = _build_network(model_class, _trim_settings(config), seed)
+                ids, own = _compute_logits(network, seed)
+            difference = _measure_difference(network, ids, own)
         except Exception as error:
             if own is not None and isinstance(error, InvalidModel):
                 raise
@@ -266,7 +264,7 @@ def check_passes(model_class: Any, config: Any) -> None:
     )
 
 
-def _shrunk(config: Any) -> Any:
+def _trim_settings(config: Any) -> Any:
     """Return settings of the same class with few and narrow layers, one of each kind at least."""
     given = config.to_dict()
     lists = {k: v for k, v in given.items() if "layer" in k and isinstance(v, list)}
@@ -300,7 +298,7 @@ def _shrunk(config: Any) -> Any:
     return type(config).from_dict(given)
 
 
-def _random_network(model_class: Any, config: Any, seed: int) -> Any:
+def _build_network(model_class: Any, config: Any, seed: int) -> Any:
     """Return a network whose layers add about as much to the residual stream as they get."""
     with no_init_weights():
         network = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -315,7 +313,7 @@ def _random_network(model_class: Any, config: Any, seed: int) -> Any:
 
 
 @torch.inference_mode()
-def _own_logits(network: Any, seed: int) -> tuple[Tensor, Tensor]:
+def _compute_logits(network: Any, seed: int) -> tuple[Tensor, Tensor]:
     """Return tokens, and their logits as transformers computes them."""
     limit = read_architecture(type(network).__name__, network.config.to_dict()).max_positions
     ids = torch.empty(min(NUM_COMPARED, limit), dtype=torch.int64)
@@ -324,7 +322,7 @@ def _own_logits(network: Any, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def _largest_difference(network: Any, ids: Tensor, own: Tensor) -> float:
+def _measure_difference(network: Any, ids: Tensor, own: Tensor) -> float:
     """Return the largest difference of packed passes from `own`, relative to the largest logit."""
     model = adapt(network, num_slots=1, max_context=len(ids))
     context = Context(model.store, ids.tolist())
@@ -351,7 +349,7 @@ def read_class(files: ModelFiles) -> tuple[Any, Any]:
     """
     try:
         with quiet_transformers():
-            config = files.transformers_config()
+            config = files.read_transformers_config()
     except Exception as error:
         raise InvalidModel(f"{files.folder} cannot be loaded: {error}") from error
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -396,7 +394,7 @@ def read_weights(files: ModelFiles, dtype: torch.dtype) -> Any:
     except Exception as error:
         raise InvalidModel(f"{files.folder} cannot be loaded: {error}") from error
     for problem in ("missing", "unexpected", "mismatched"):
-        names = sorted(text_only(str(name) for name in info[f"{problem}_keys"]))
+        names = sorted(keep_text(str(name) for name in info[f"{problem}_keys"]))
         if names:
             raise InvalidModel(
                 f"the weights in {files.folder} do not fit its configuration: "

@@ -33,14 +33,13 @@ from forerun.models.checkpoint import ModelFiles
 from forerun.models.decoder import (
     Decoder,
     StoredWeights,
-    fused_with,
     join_formats,
+    list_fused,
     parameter_shapes,
     read_decoder,
     unsupported,
 )
 from forerun.models.memory import KVGeometry, MemoryEstimate, check_fits, estimate, geometry_of
-from forerun.models.stored_tensors import check_parameters, has_own_head, tensor_reader
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -57,6 +56,8 @@ STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 preparation = logging.getLogger("forerun.preparation")
 logger = logging.getLogger("forerun.runner")
+
+HEAD = "lm_head.weight"
 
 LARGE_BYTES = 1 << 30
 """Bytes of weights from which on loading is announced, because it takes seconds."""
@@ -200,7 +201,7 @@ class ModelRun:
             is_tied=is_tied,
         )
         if weights.is_packed and self.keeps_blocks:
-            kept = kept_bytes(weights, self.geometry.dtype.itemsize, is_tied=is_tied)
+            kept = count_kept_bytes(weights, self.geometry.dtype.itemsize, is_tied=is_tied)
             return replace(needed, weights_bytes=kept)
         return needed
 
@@ -221,17 +222,48 @@ class ModelRun:
             if factors.shape != decoder.inv_freq.shape or not bool((factors > 0).all()):
                 raise InvalidModel(f"{files.folder} has factors of the rotation of a wrong form")
             decoder = replace(decoder, inv_freq=decoder.inv_freq / factors)
-        if decoder.tied and has_own_head(weights, self.geometry.dtype):
+        if decoder.tied and _has_own_head(weights, self.geometry.dtype):
             decoder = replace(decoder, tied=False)
-        check_parameters(weights, parameter_shapes(decoder), files.folder)
+        _check_parameters(weights, parameter_shapes(decoder), files.folder)
         return decoder
 
 
-def kept_bytes(packed: StoredWeights, element_bytes: int, *, is_tied: bool) -> int:
+def _check_parameters(
+    weights: StoredWeights, expected: Mapping[str, tuple[int, ...]], folder: Path
+) -> None:
+    """Refuse files whose parameters are not exactly those of the model."""
+    found = weights.shapes
+    tied_head = {HEAD} if HEAD not in expected else set()
+    misshapen = {n for n, shape in expected.items() if found.get(n, shape) != shape}
+    problems = {
+        "missing": expected.keys() - found.keys(),
+        "unexpected": found.keys() - expected.keys() - tied_head - weights.zero_biases,
+        "mismatched": misshapen,
+    }
+    for problem, names in problems.items():
+        if names:
+            raise InvalidModel(
+                f"the weights in {folder} do not fit its configuration: "
+                f"{len(names)} {problem}, the first {min(names)}"
+            )
+
+
+def _has_own_head(weights: StoredWeights, dtype: torch.dtype) -> bool:
+    """Whether the files contain a head that is stored separately from the embedding.
+
+    transformers then takes it, even where the configuration says that the two are tied.
+    """
+    if weights.is_packed or HEAD not in weights.names:
+        return HEAD in weights.names
+    read = weights.reader(dtype, torch.device("cpu"))
+    return not torch.equal(read(HEAD), read("model.embed_tokens.weight"))
+
+
+def count_kept_bytes(packed: StoredWeights, element_bytes: int, *, is_tied: bool) -> int:
     """Return the bytes of weights whose quantised matrices stay quantised in memory."""
     total = 0
     for name, shape in packed.shapes.items():
-        groups, num_weights = join_formats(packed, fused_with(name)), math.prod(shape)
+        groups, num_weights = join_formats(packed, list_fused(name)), math.prod(shape)
         is_embedding = name == "model.embed_tokens.weight"
         if groups is None or is_embedding:
             total += num_weights * element_bytes
@@ -262,7 +294,7 @@ def _run_by_fastest(run: ModelRun) -> LanguageModel:
             if str(error) not in reasons:  # both fast runners give the same reason
                 reasons.append(str(error))
                 logger.warning("%s runs slower than it could: %s", run.files.folder, error)
-    return _eager(run)
+    return _load_eager(run)
 
 
 def try_out(model: LanguageModel, name: str) -> None:
@@ -284,34 +316,34 @@ def try_out(model: LanguageModel, name: str) -> None:
         )
 
 
-def _native(run: ModelRun) -> LanguageModel:
+def _load_native(run: ModelRun) -> LanguageModel:
     if run.device.type != "cpu":
         raise RunnerUnavailable(f"the native runner runs on the CPU, not on {run.device}")
     from forerun.models.runner.native import build_native_model
     from forerun.native.library import load_kernels
 
     decoder = run.read_decoder()
-    kernels = load_kernels(run.num_threads or _usual_threads())
+    kernels = load_kernels(run.num_threads or _count_threads())
     # The kernels keep every core busy; what torch does between passes is too little to share, and
     # its idle threads would spin on the cores the kernels need next.
     torch.set_num_threads(1)
-    read = tensor_reader(run.files.weights, run.geometry.dtype, run.device)
+    read = run.files.weights.reader(run.geometry.dtype, run.device)
     packed = run.files.weights
     kept = packed if run.keeps_blocks and packed.is_packed else None
     return build_native_model(decoder, read, run.geometry, kernels, run.weights, kept)
 
 
-def _graphs(run: ModelRun) -> LanguageModel:
+def _load_graphs(run: ModelRun) -> LanguageModel:
     from forerun.models.runner.graphs.model import build_torch_model
 
     decoder = run.read_decoder()
     if objection := decoder.beyond_graphs:
         raise RunnerUnavailable(f"the graphs runner does not support {objection}")
-    read = tensor_reader(run.files.weights, run.geometry.dtype, run.device)
+    read = run.files.weights.reader(run.geometry.dtype, run.device)
     return build_torch_model(decoder, read, run.geometry, run.device)
 
 
-def _eager(run: ModelRun) -> LanguageModel:
+def _load_eager(run: ModelRun) -> LanguageModel:
     if run.files.weights.is_packed:
         raise RunnerUnavailable(
             f"{run.files.folder} has quantised weights or is a GGUF file, which only the "
@@ -330,7 +362,7 @@ def _eager(run: ModelRun) -> LanguageModel:
 
 # Imported when chosen: the eager one alone costs seconds of start-up.
 LOADERS: Mapping[str, Callable[[ModelRun], LanguageModel]] = MappingProxyType(
-    {"native": _native, "graphs": _graphs, "eager": _eager}
+    {"native": _load_native, "graphs": _load_graphs, "eager": _load_eager}
 )
 PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"cpu": ("native", "graphs"), "cuda": ("graphs",), "mps": ("graphs",)}
@@ -338,7 +370,7 @@ PREFERRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @cache
-def _usual_threads() -> int:
+def _count_threads() -> int:
     return torch.get_num_threads()
 
 

@@ -79,7 +79,7 @@ def geometry_of(
     )
 
 
-def bytes_needed(geometry: KVGeometry) -> int:
+def count_bytes(geometry: KVGeometry) -> int:
     return torch.Size(geometry.shape).numel() * geometry.dtype.itemsize
 
 
@@ -137,7 +137,7 @@ def estimate(
         weights_bytes=weights_bytes(
             num_parameters, architecture, geometry.dtype, weights, is_tied=is_tied
         ),
-        kv_bytes=bytes_needed(geometry),
+        kv_bytes=count_bytes(geometry),
         logits_bytes=num_logit_rows * architecture.vocab_size * torch.float32.itemsize,
         states_bytes=geometry.states_bytes,
     )

@@ -38,7 +38,7 @@ class Layout:
     hidden_first: bool = False
 
 
-def _names(embedding: str, hidden: str, projection: str, norm: str) -> Mapping[str, str]:
+def _list_names(embedding: str, hidden: str, projection: str, norm: str) -> Mapping[str, str]:
     theirs = (embedding, hidden, projection, norm)
     ours = ("embedding_norm", "hidden_norm", "projection", "decoder.norm")
     pairs = zip(theirs, ours, strict=True)
@@ -51,18 +51,18 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             prefix="model.mtp.",
             pattern=r"model\.mtp\.layers\.(\d{1,9})\.",
             layer="layers.0.",
-            own=_names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+            own=_list_names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
         ),
         "MiMo": Layout(
             prefix="model.mtp_layers.",
             pattern=r"model\.mtp_layers\.(\d{1,9})\.",
-            own=_names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+            own=_list_names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
             hidden_first=True,
         ),
         "GLM-4.5 and DeepSeek-V3": Layout(
             prefix="model.layers.",
             pattern=r"model\.layers\.(\d{1,9})\.",
-            own=_names("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+            own=_list_names("enorm", "hnorm", "eh_proj", "shared_head.norm"),
             ignored=("embed_tokens.weight", "shared_head.head.weight"),
             is_numbered=True,
         ),
@@ -96,8 +96,8 @@ def find_module(files: ModelFiles) -> FoundModule | None:
     """
     if files.weights.is_packed:
         return None
-    found = _found(tuple(files.weights.names), _settings(files).get("num_hidden_layers"))
-    if found is not None and announced(files) == 0:
+    found = _find_first(tuple(files.weights.names), _read_settings(files).get("num_hidden_layers"))
+    if found is not None and count_announced(files) == 0:
         raise InvalidModel(
             f"{files.folder} holds an MTP module ({found.prefix}*), but its config.json says "
             "that there are 0: correct the number, or choose another draft"
@@ -119,7 +119,7 @@ def open_module(source: str) -> tuple[ModelFiles, FoundModule]:
     files = ModelFiles.open(source)
     found = find_module(files)
     if found is None:
-        count = announced(files)
+        count = count_announced(files)
         although = f", although its config.json announces {count}" if count else ""
         raise InvalidModel(
             f"{files.folder} brings no multi-token-prediction (MTP) module{although}: it has no "
@@ -129,19 +129,19 @@ def open_module(source: str) -> tuple[ModelFiles, FoundModule]:
     return files, found
 
 
-def announced(files: ModelFiles) -> object:
+def count_announced(files: ModelFiles) -> object:
     """Return the number of MTP modules in config.json; None where it names none."""
-    settings = _settings(files)
+    settings = _read_settings(files)
     return next((settings[name] for name in COUNTS if settings.get(name) is not None), None)
 
 
-def _settings(files: ModelFiles) -> Mapping[str, Any]:
+def _read_settings(files: ModelFiles) -> Mapping[str, Any]:
     settings = dict(files.config)
     text = settings.get("text_config")
     return settings | text if isinstance(text, dict) else settings
 
 
-def _found(names: tuple[str, ...], num_layers: object) -> FoundModule | None:
+def _find_first(names: tuple[str, ...], num_layers: object) -> FoundModule | None:
     for family, layout in LAYOUTS.items():
         matches = [found for name in names if (found := re.match(layout.pattern, name))]
         numbers = {int(found[1]) for found in matches}

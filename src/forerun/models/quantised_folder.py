@@ -70,10 +70,10 @@ class QuantisedFolder(FloatWeights):
 
     @cached_property
     def type_counts(self) -> Counter[str]:
-        """Number of parameters by `stored_type`."""
+        """Number of parameters by `get_stored_type`."""
         counts: Counter[str] = Counter()
         for name, shape in self.shapes.items():
-            counts[self.stored_type(name)] += math.prod(shape)
+            counts[self.get_stored_type(name)] += math.prod(shape)
         return counts
 
     def _check_float(self, name: str) -> None:
@@ -93,7 +93,7 @@ class QuantisedFolder(FloatWeights):
         bits = self.bits(name)
         return None if bits is None else BlockFormat(bits)
 
-    def stored_type(self, name: str) -> str:
+    def get_stored_type(self, name: str) -> str:
         """Return the storage format of a parameter, for messages."""
         bits = self.bits(name)
         return "other" if bits is None else f"int{bits}"
@@ -153,7 +153,7 @@ def read_scheme(where: Path, settings: Mapping[str, Any]) -> Scheme:
         )
     offset, symmetric = 0, method == "gptq" and settings.get("sym") is True
     if method == "compressed-tensors":
-        weights = _compressed_weights(where, settings)
+        weights = _read_compressed(where, settings)
         bits, group = weights.get("num_bits"), weights.get("group_size")
     else:
         bits, group = settings.get("bits"), settings.get("group_size")
@@ -185,7 +185,7 @@ def _check_setting(where: Path, what: str, value: Any, known: tuple[Any, ...]) -
         )
 
 
-def _compressed_weights(where: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_compressed(where: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the one description of weights in a compressed-tensors configuration."""
     groups = settings.get("config_groups")
     given = list(groups.values()) if isinstance(groups, Mapping) else []
@@ -237,7 +237,7 @@ class PackedFolder(QuantisedFolder):
             if part in ("qweight", "weight_packed")
             or (part == "weight" and self._stored[f"{module}.weight"][2] == "I8")
         }
-        self._sizes = {module: self._size_of(module) for module in self.modules}
+        self._sizes = {module: self._read_size(module) for module in self.modules}
         self._kept = {f"{module}.weight": self._check(module) for module in self.modules}
         biases = {f"{module}.bias" for module in self.modules} & self._stored.keys()
         self.zero_biases = frozenset(name for name in biases if not self._read(name).any())
@@ -261,7 +261,7 @@ class PackedFolder(QuantisedFolder):
             found[name] = shape
         return found
 
-    def stored_type(self, name: str) -> str:
+    def get_stored_type(self, name: str) -> str:
         if name not in self._kept:
             return "other"
         path = "kept packed" if self._kept[name] else "dequantised while read"
@@ -272,7 +272,7 @@ class PackedFolder(QuantisedFolder):
 
     def quantised(self, name: str) -> QuantisedMatrix:
         module = name.removesuffix(".weight")
-        values, scales = self._integers(module), self._scales(module)
+        values, scales = self._read_integers(module), self._read_scales(module)
         times = values.shape[1] // GROUP // scales.shape[1]
         return QuantisedMatrix(values, scales.half().repeat_interleave(times, dim=1))
 
@@ -280,13 +280,13 @@ class PackedFolder(QuantisedFolder):
         module = name.removesuffix(".weight")
         if module not in self.modules:
             return self._read(name)
-        groups = self._groups(module)
-        values = self._integers(module).float()
-        if (zeros := self._zeros(module)) is not None:
+        groups = self._read_groups(module)
+        values = self._read_integers(module).float()
+        if (zeros := self._read_zeros(module)) is not None:
             values -= zeros[:, groups]
-        return values * self._scales(module).float()[:, groups]
+        return values * self._read_scales(module).float()[:, groups]
 
-    def _size_of(self, module: str) -> tuple[int, int]:
+    def _read_size(self, module: str) -> tuple[int, int]:
         """Check how a matrix is stored; returns its outputs and inputs."""
         _, shape, dtype = self._stored[self.modules[module]]
         if len(shape) != 2 or dtype != ("I8" if self._is_plain(module) else "I32"):
@@ -320,13 +320,13 @@ class PackedFolder(QuantisedFolder):
         else:
             wanted["qzeros"] = (groups, outputs * bits // 32)
         for part, shape in wanted.items():
-            _, found, dtype = self._header(module, part)
+            _, found, dtype = self._get_header(module, part)
             if found != shape or dtype not in (("I32",) if part == "qzeros" else FLOATS):
                 raise self._error(
                     f"{module}.{part}",
                     f"is {dtype} of shape {list(found)}; {list(shape)} is needed",
                 )
-        scales, index = self._scales(module), self._groups(module)
+        scales, index = self._read_scales(module), self._read_groups(module)
         wrong = ~scales.isfinite() | (scales == 0)
         if wrong.any():
             value = float(scales[wrong][0])
@@ -334,7 +334,7 @@ class PackedFolder(QuantisedFolder):
         if not 0 <= int(index.min()) <= int(index.max()) < groups:
             worst = int(index.max()) if int(index.max()) >= groups else int(index.min())
             raise self._error(f"{module}.g_idx", f"names group {worst} of {groups}")
-        zeros = self._zeros(module)
+        zeros = self._read_zeros(module)
         return (
             ".experts." not in module
             and inputs % GROUP == 0
@@ -352,13 +352,13 @@ class PackedFolder(QuantisedFolder):
             "correct quantization_config in its config.json"
         )
 
-    def _scales(self, module: str) -> Tensor:
+    def _read_scales(self, module: str) -> Tensor:
         scales = self._read_part(module, self.scales_part)
         if self.scheme.method != "compressed-tensors":
             return scales.t()
         return scales.expand(self._sizes[module][0], 1) if scales.dim() == 1 else scales
 
-    def _groups(self, module: str) -> Tensor:
+    def _read_groups(self, module: str) -> Tensor:
         """Return the group of every input."""
         inputs = self._sizes[module][1]
         part = "weight_g_idx" if self.scheme.method == "compressed-tensors" else "g_idx"
@@ -371,11 +371,11 @@ class PackedFolder(QuantisedFolder):
             )
         return index.long()
 
-    def _zeros(self, module: str) -> Tensor | None:
+    def _read_zeros(self, module: str) -> Tensor | None:
         """Return the zero points of (outputs, groups) less the middle of the range."""
         if self.scheme.method == "compressed-tensors":
             return None
-        zeros, middle = self._unpacked(self._read_part(module, "qzeros")), 1 << self.scheme.bits - 1
+        zeros, middle = self._unpack(self._read_part(module, "qzeros")), 1 << self.scheme.bits - 1
         if self.scheme.symmetric:
             if not any((zeros == stored).all() for stored in (middle - 1, middle)):
                 raise self._error(
@@ -385,34 +385,34 @@ class PackedFolder(QuantisedFolder):
         zeros = (zeros + self.scheme.zero_offset) & ((1 << self.scheme.bits) - 1)
         return (zeros - middle).t()
 
-    def _integers(self, module: str) -> Tensor:
+    def _read_integers(self, module: str) -> Tensor:
         """Return the values of (outputs, inputs) less the middle of the range, int8."""
         stored = self._read(self.modules[module])
         if self._is_plain(module):
             return stored
         if self.scheme.method == "gptq":
-            values = self._unpacked(stored.t().contiguous())
+            values = self._unpack(stored.t().contiguous())
         elif self.scheme.method == "awq":
-            values = self._unpacked(stored).t()
+            values = self._unpack(stored).t()
         else:
-            values = self._unpacked(stored)[:, : self._sizes[module][1]]
+            values = self._unpack(stored)[:, : self._sizes[module][1]]
         return (values - (1 << self.scheme.bits - 1)).to(torch.int8).contiguous()
 
-    def _unpacked(self, words: Tensor) -> Tensor:
+    def _unpack(self, words: Tensor) -> Tensor:
         """Return the integers in the words of every row, int16."""
         bits = self.scheme.bits
         order = AWQ_ORDER if self.scheme.method == "awq" else range(32 // bits)
         parts = [(words >> bits * place & (1 << bits) - 1).short() for place in order]
         return torch.stack(parts, dim=-1).flatten(1)
 
-    def _header(self, module: str, part: str) -> tuple[Path, tuple[int, ...], str]:
+    def _get_header(self, module: str, part: str) -> tuple[Path, tuple[int, ...], str]:
         name = f"{module}.{part}"
         if name not in self._stored:
             raise self._error(name, "is missing")
         return self._stored[name]
 
     def _read_part(self, module: str, part: str) -> Tensor:
-        self._header(module, part)
+        self._get_header(module, part)
         return self._read(f"{module}.{part}")
 
 
@@ -422,11 +422,11 @@ def open_quantised(
     """Return a checked folder; a folder that has not changed is not checked again."""
     scheme = None if settings.get("quant_method") == METHOD else read_scheme(where, settings)
     found = [path.stat() for path in files]
-    return _opened(files, tuple((file.st_mtime_ns, file.st_size) for file in found), scheme)
+    return _open_unchanged(files, tuple((file.st_mtime_ns, file.st_size) for file in found), scheme)
 
 
 @lru_cache(maxsize=4)
-def _opened(
+def _open_unchanged(
     files: tuple[Path, ...], stamps: tuple[tuple[int, int], ...], scheme: Scheme | None
 ) -> QuantisedFolder:
     return QuantisedFolder(files) if scheme is None else PackedFolder(files, scheme)

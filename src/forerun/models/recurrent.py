@@ -22,18 +22,15 @@ from torch import Tensor, nn
 from forerun.errors import InvalidModel
 from forerun.models.architecture import Architecture
 from forerun.models.base import Span
-from forerun.models.kv_store import ContiguousKVStore, KVPrefix
+from forerun.models.families import find_family
+from forerun.models.kv_store import MIN_SHARED_TOKENS, ContiguousKVStore, KVPrefix, Prefix
 from forerun.models.memory import KVGeometry
-from forerun.models.slots import MIN_SHARED_TOKENS, Prefix
 
 LayerState = Mapping[tuple[str, int], Tensor]
 """The tensors of one layer, [1, ...] each, by what they are ("conv", "recurrent") and a number."""
 
 RowState = dict[int, LayerState]
 """The states of all recurrent layers after one row, by layer."""
-
-CONTINUED_BY_ROW = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")
-"""Modules whose scan over several rows starts from zero, whatever the state is."""
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names that transformers gives the parameter for the states; `cache` since 5.24."""
@@ -57,15 +54,15 @@ class RecurrentStore(ContiguousKVStore):
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         super().__init__(geometry, device)
         self.due: dict[int, int] = {}
-        self._slots.snapshot_lengths = {}
+        self.snapshot_lengths = {}
         self._snapshots: list[RowState] = [{} for _ in range(geometry.num_slots)]
-        self._committed: list[RowState] = [{} for _ in range(geometry.num_slots)]
+        self._states: list[RowState] = [{} for _ in range(geometry.num_slots)]
         self._staged: list[dict[int, RowState]] = [{} for _ in range(geometry.num_slots)]
 
     def state_before(self, slot: int, row: int, layer: int) -> LayerState:
         """Return the state that a row of a slot starts from; empty at the beginning of a text."""
         if row == self.length(slot):
-            return self._committed[slot].get(layer, {})
+            return self._states[slot].get(layer, {})
         return self._staged[slot][row - 1][layer]
 
     def put_state(self, slot: int, row: int, layer: int, state: LayerState) -> None:
@@ -79,38 +76,38 @@ class RecurrentStore(ContiguousKVStore):
         super().commit(slot, rows)
         if rows:
             last = self._staged[slot][start + rows[-1]]
-            self._committed[slot] = {layer: _compact(state) for layer, state in last.items()}
+            self._states[slot] = {layer: _copy_views(state) for layer, state in last.items()}
         if start < (length := self.due.get(slot, 0)) <= self.length(slot):
             at = self._staged[slot][start + rows[length - start - 1]]
-            self._snapshots[slot] = {layer: _compact(state) for layer, state in at.items()}
+            self._snapshots[slot] = {layer: _copy_views(state) for layer, state in at.items()}
             self._snapshot_lengths[slot] = self.due.pop(slot)
         self._staged[slot] = {}
 
     @property
     def _snapshot_lengths(self) -> dict[int, int]:
-        assert self._slots.snapshot_lengths is not None
-        return self._slots.snapshot_lengths
+        assert self.snapshot_lengths is not None
+        return self.snapshot_lengths
 
     def reserve(self) -> int:
-        return self._without_state(super().reserve())
+        return self._forget_states(super().reserve())
 
     def begin(self, wanted: Prefix) -> int:
         """Reserve a slot with a stored text that `wanted` continues, or with its beginning."""
-        shared = min(self._slots.most_common(wanted), len(wanted.ids) - 1)
+        shared = min(self.most_common(wanted), len(wanted.ids) - 1)
         shared -= shared % MIN_SHARED_TOKENS
         slot = super().begin(wanted)
         length = self.length(slot)
         if not length:
-            self._without_state(slot)
+            self._forget_states(slot)
         elif length == self._snapshot_lengths.get(slot):
-            self._committed[slot] = self._snapshots[slot]
+            self._states[slot] = self._snapshots[slot]
         self.due.pop(slot, None)  # of a request that ended before it came so far
         if shared > length:
             self.due[slot] = shared
         return slot
 
-    def _without_state(self, slot: int) -> int:
-        self._committed[slot], self._staged[slot], self._snapshots[slot] = {}, {}, {}
+    def _forget_states(self, slot: int) -> int:
+        self._states[slot], self._staged[slot], self._snapshots[slot] = {}, {}, {}
         self._snapshot_lengths.pop(slot, None)
         self.due.pop(slot, None)
         return slot
@@ -124,24 +121,28 @@ class RecurrentStore(ContiguousKVStore):
         """Drop all tokens of `slot`, unless it has states after exactly `num_tokens`."""
         if num_tokens in (self.length(slot), self._snapshot_lengths.get(slot)):
             if num_tokens < self.length(slot):
-                self._committed[slot] = self._snapshots[slot]
+                self._states[slot] = self._snapshots[slot]
             super().cut(slot, num_tokens)
             self._staged[slot] = {}
         else:
-            self._slots.check_prefix(slot, num_tokens)
+            self.check_prefix(slot, num_tokens)
             super().cut(slot, 0)
-            self._without_state(slot)
+            self._forget_states(slot)
 
     def fork(self, slot: int, num_tokens: int | None = None) -> int:
         """Copy all committed tokens of `slot`, or those before its snapshot, into a new slot."""
-        self._slots.check_snapshot(slot, num_tokens)
+        held = self.count_held(slot)
+        if num_tokens not in (None, held, self._snapshot_lengths.get(slot)):
+            raise ValueError(
+                f"a prefix of {num_tokens} tokens of slot {slot}, which holds {held} and whose "
+                "recurrent states belong to all of them"
+            )
         copy = super().fork(slot, num_tokens)
-        self._without_state(copy)
-        self._committed[copy] = self._committed[slot]
+        self._states[copy] = self._states[slot]
         if (length := self._snapshot_lengths.get(slot)) is not None:
             self._snapshot_lengths[copy], self._snapshots[copy] = length, self._snapshots[slot]
             if num_tokens == length:
-                self._committed[copy] = self._snapshots[slot]
+                self._states[copy] = self._snapshots[slot]
         return copy
 
     def export_prefix(self, slot: int, num_tokens: int) -> KVPrefix:
@@ -152,7 +153,7 @@ class RecurrentStore(ContiguousKVStore):
         )
 
 
-def _compact(state: LayerState) -> LayerState:
+def _copy_views(state: LayerState) -> LayerState:
     """Copy tensors that are views of a batch or of a chunk, whose memory is then freed."""
     return {
         key: part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
@@ -272,7 +273,7 @@ class PackedRecurrence(nn.Module):
                         "kept no state after a row: its text would be wrong"
                     )
                 store.put_state(
-                    row.slot, row.end, layer, _compact(state) if row.num_rows > 1 else state
+                    row.slot, row.end, layer, _copy_views(state) if row.num_rows > 1 else state
                 )
         return outputs
 
@@ -340,6 +341,8 @@ def pack_recurrent_layers(
     Every pass is announced to the object that is returned.
     """
     current = RecurrentPass(store)
+    states = find_family(architecture.name).states
+    by_row = states is not None and states.is_scanned_from_zero
     for parent in [*network.modules()]:
         if isinstance(parent, PackedRecurrence):
             parent.current = current
@@ -347,7 +350,6 @@ def pack_recurrent_layers(
         for name, child in [*parent.named_children()]:
             if type(child).__name__ == architecture.recurrent:
                 untyped: Any = child
-                by_row = architecture.recurrent in CONTINUED_BY_ROW
                 packed = PackedRecurrence(child, untyped.layer_idx, current, by_row=by_row)
                 setattr(parent, name, packed)
     return current

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch import Tensor
 from forerun.atomic_write import atomic_write
 from forerun.bounded_read import ReadLimits, check_regular, parse_json
 from forerun.errors import InvalidModel, UnreadableInput
-from forerun.models.decoder import ReadTensor, StoredWeights
+from forerun.models.decoder import StoredWeights
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
 """Element types that are supported, in safetensors' spelling."""
@@ -36,7 +35,6 @@ HEADER_LIMITS = ReadLimits(max_bytes=MAX_HEADER_BYTES, max_values=4_000_000)
 # Constants some checkpoints carry along, which every implementation computes itself.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
-HEAD = "lm_head.weight"
 PREFIX = "model."
 TEXT_NAMES = MappingProxyType(
     {r"^language_model\.(model\.|lm_head)": r"\1", r"^model\.language_model\.": PREFIX}
@@ -58,7 +56,7 @@ class FloatWeights(StoredWeights):
     def names(self) -> Mapping[str, tuple[Path, str, tuple[int, ...]]]:
         """File, name there and shape of every tensor."""
         return {
-            _full_name(name): (path, name, shape)
+            _expand_name(name): (path, name, shape)
             for path in self.files
             for name, (shape, _) in read_header(path).items()
         }
@@ -66,7 +64,7 @@ class FloatWeights(StoredWeights):
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the parameters of the language model."""
-        names = text_only(n for n in self.names if not n.endswith(IGNORED_SUFFIXES))
+        names = keep_text(n for n in self.names if not n.endswith(IGNORED_SUFFIXES))
         return {name: self.names[name][2] for name in names}
 
     def read(self, name: str) -> Tensor:
@@ -98,7 +96,7 @@ NOT_TEXT = (
 """Prefixes of the names of tensors that process images and sound."""
 
 
-def text_only(names: Iterable[str]) -> list[str]:
+def keep_text(names: Iterable[str]) -> list[str]:
     """Return the names of tensors of the language model, without its multi-token prediction.
 
     Such a module is called `mtp`, or it is a further layer with a projection of its own.
@@ -110,11 +108,11 @@ def text_only(names: Iterable[str]) -> list[str]:
     return [name for name in given if not name.startswith(modules)]
 
 
-def _full_name(name: str) -> str:
+def _expand_name(name: str) -> str:
     """The name of a parameter in the whole model, of which text may be a part."""
     for pattern, replacement in TEXT_NAMES.items():
         name = re.sub(pattern, replacement, name)
-    return name if name.startswith((PREFIX, HEAD)) else PREFIX + name
+    return name if name.startswith((PREFIX, "lm_head.weight")) else PREFIX + name
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -140,7 +138,7 @@ def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> C
     elements: Counter[str] = Counter()
     ranges = []
     for name, entry in header.items():
-        start, end, num_elements = _tensor_range(path, name, entry)
+        start, end, num_elements = _check_range(path, name, entry)
         elements[entry["dtype"]] += num_elements
         ranges.append((start, end, name))
     declared_bytes = header_bytes
@@ -156,7 +154,7 @@ def count_elements(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> C
     return elements
 
 
-def _tensor_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
+def _check_range(path: Path, name: str, entry: Any) -> tuple[int, int, int]:
     """First byte, byte after the last and number of elements of a tensor in a header."""
     try:
         tensor = msgspec.convert(entry, _TensorEntry)
@@ -216,16 +214,6 @@ def write_files(
         save_file(plain, scratch, metadata={"format": "pt"})
 
 
-def tensor_reader(
-    weights: StoredWeights, dtype: torch.dtype | None, device: torch.device
-) -> ReadTensor:
-    """Return a function that reads one parameter by name, converted and moved to a device.
-
-    Without a dtype it is the stored one.
-    """
-    return lambda name: weights.read(name).to(device=device, dtype=dtype)
-
-
 MAX_HEAD_HEADER_BYTES = 1 << 20
 """Most bytes of the header of a head's file, which has some twenty tensors."""
 MAX_FILE_BYTES = 32 << 30
@@ -245,26 +233,6 @@ def read_tensors(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Te
         return load_file(path)
     except (SafetensorError, OSError, UnreadableInput) as error:
         raise InvalidModel(f"{path} cannot be read: {error}") from error
-
-
-def check_parameters(
-    weights: StoredWeights, expected: Mapping[str, tuple[int, ...]], folder: Path
-) -> None:
-    """Refuse files whose parameters are not exactly those of the model."""
-    found = weights.shapes
-    tied_head = {HEAD} if HEAD not in expected else set()
-    misshapen = {n for n, shape in expected.items() if found.get(n, shape) != shape}
-    problems = {
-        "missing": expected.keys() - found.keys(),
-        "unexpected": found.keys() - expected.keys() - tied_head - weights.zero_biases,
-        "mismatched": misshapen,
-    }
-    for problem, names in problems.items():
-        if names:
-            raise InvalidModel(
-                f"the weights in {folder} do not fit its configuration: "
-                f"{len(names)} {problem}, the first {min(names)}"
-            )
 
 
 def check_tensors(
@@ -293,14 +261,3 @@ def check_tensors(
             raise InvalidModel(
                 f"{name} in {where} has the shape {given}; it must have {wanted}: {advice}"
             )
-
-
-def has_own_head(weights: StoredWeights, dtype: torch.dtype) -> bool:
-    """Whether the files contain a head that is stored separately from the embedding.
-
-    transformers then takes it, even where the configuration says that the two are tied.
-    """
-    if weights.is_packed or HEAD not in weights.names:
-        return HEAD in weights.names
-    read = tensor_reader(weights, dtype, torch.device("cpu"))
-    return not torch.equal(read(HEAD), read("model.embed_tokens.weight"))

@@ -32,7 +32,7 @@ from forerun.errors import (
     InvalidRequest,
     UnreadableInput,
 )
-from forerun.models.chat_template import TemplateProcess, TemplateRefused, without_none
+from forerun.models.chat_template import TemplateProcess, TemplateRefused, drop_none
 
 FROM_TRANSFORMERS: Mapping[str, bool] = MappingProxyType(
     {"local_files_only": True, "trust_remote_code": False}
@@ -41,7 +41,7 @@ FROM_TRANSFORMERS: Mapping[str, bool] = MappingProxyType(
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def _build_alphabet() -> dict[str, int]:
     """Return the alphabet of byte-level BPE: printable bytes, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))
@@ -49,7 +49,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-BYTE_LEVEL: Mapping[str, int] = MappingProxyType(_byte_level_alphabet())
+BYTE_LEVEL: Mapping[str, int] = MappingProxyType(_build_alphabet())
 
 
 def from_byte_level(piece: str) -> bytes:
@@ -61,25 +61,12 @@ def from_byte_level(piece: str) -> bytes:
 
 
 @lru_cache(maxsize=1 << 16)
-def _whole_text(piece: str) -> str | None:
+def _decode_whole(piece: str) -> str | None:
     """Return the text of a byte-level token; None if its bytes are not whole characters."""
     try:
         return from_byte_level(piece).decode()
     except UnicodeDecodeError:
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDecoder:
-    """Creates streams that turn token ids into text, equal to decoding all ids at once.
-
-    `to_bytes` is what a token's written form contributes to a text that has begun. Decoders are
-    byte-level BPE, SentencePiece with or without tokens that stand for single bytes, or none: words
-    joined by spaces.
-    """
-
-    to_bytes: Callable[[str], bytes]
-    open_stream: Callable[[], ByteLevelStream | PieceStream]
 
 
 class ByteLevelStream:
@@ -90,7 +77,7 @@ class ByteLevelStream:
         self._is_between_characters = True
 
     def append(self, piece: str) -> str:
-        if self._is_between_characters and (text := _whole_text(piece)) is not None:
+        if self._is_between_characters and (text := _decode_whole(piece)) is not None:
             return text
         text = self._decoder.decode(from_byte_level(piece))
         self._is_between_characters = not self._decoder.getstate()[0]
@@ -127,12 +114,12 @@ class PieceRules:
             piece = piece.replace(old, new)
         return self.before + piece
 
-    def byte_of(self, piece: str) -> int | None:
+    def find_byte(self, piece: str) -> int | None:
         found = BYTE_PIECE.fullmatch(piece) if self.has_bytes else None
         return None if found is None else int(found[1], 16)
 
     def to_bytes(self, piece: str) -> bytes:
-        byte = self.byte_of(piece)
+        byte = self.find_byte(piece)
         return self.text_of(piece).encode() if byte is None else bytes([byte])
 
 
@@ -150,7 +137,7 @@ class PieceStream:
         self._num_to_strip = rules.num_stripped
 
     def append(self, piece: str) -> str:
-        byte = self._rules.byte_of(piece)
+        byte = self._rules.find_byte(piece)
         is_first, self._is_first = self._is_first, False
         if byte is not None:
             self._run.append(byte)
@@ -176,23 +163,27 @@ class PieceStream:
         return text
 
 
-def token_decoder(tokenizer_json: str) -> TokenDecoder:
-    """Return the decoder of a tokenizer.json."""
-    steps = list(_decoder_steps(json.loads(tokenizer_json).get("decoder")))
+def find_rules(tokenizer_json: str) -> PieceRules | None:
+    """Return the rules by which a tokenizer.json decodes; None for byte-level BPE.
+
+    Others are SentencePiece with or without tokens that stand for single bytes, or without a
+    decoder: words joined by spaces.
+    """
+    steps = list(_list_steps(json.loads(tokenizer_json).get("decoder")))
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
-        return TokenDecoder(to_bytes=from_byte_level, open_stream=ByteLevelStream)
-    if not steps or kinds & {"ByteFallback", "Metaspace", "Fuse"}:
-        words = PieceRules(before=" ", num_stripped=1)  # the space before the first word
-        rules = _piece_rules(steps) if steps else words
-        return TokenDecoder(to_bytes=rules.to_bytes, open_stream=lambda: PieceStream(rules))
+        return None
+    if not steps:
+        return PieceRules(before=" ", num_stripped=1)  # the space before the first word
+    if kinds & {"ByteFallback", "Metaspace", "Fuse"}:
+        return _read_rules(steps)
     raise InvalidModel(
         f"a tokenizer that decodes by {', '.join(sorted(kinds))} is not supported; supported are "
         "byte-level BPE, SentencePiece and whole words without a decoder"
     )
 
 
-def _piece_rules(steps: Sequence[Mapping[str, Any]]) -> PieceRules:
+def _read_rules(steps: Sequence[Mapping[str, Any]]) -> PieceRules:
     """Return the rules that correspond to a list of decoder steps."""
     rules: dict[str, Any] = {"replaced": ()}
     for step in steps:
@@ -216,13 +207,13 @@ def _piece_rules(steps: Sequence[Mapping[str, Any]]) -> PieceRules:
     return PieceRules(**rules)
 
 
-def _decoder_steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
+def _list_steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
     """Return the steps of a decoder, with nested sequences flattened."""
     if decoder is None:
         return
     if decoder["type"] == "Sequence":
         for step in decoder["decoders"]:
-            yield from _decoder_steps(step)
+            yield from _list_steps(step)
     else:
         yield decoder
 
@@ -271,7 +262,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = definition.splits_special_tokens
-        self._decoder = token_decoder(definition.content)
+        self._rules = find_rules(definition.content)
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -300,7 +291,7 @@ class Tokenizer:
             (found,) = backend.encode_batch_fast([text], **options)
             return list(found.ids)
 
-    def with_plain_specials(self) -> Tokenizer:
+    def make_specials_plain(self) -> Tokenizer:
         """Return this tokenizer with special tokens written out in a text read as plain text."""
         return Tokenizer(replace(self.definition, splits_special_tokens=True), self._load_renderer)
 
@@ -371,7 +362,8 @@ class Tokenizer:
         return {token: (added.content, added.special) for token, added in tokens.items()}
 
     def open_stream(self) -> ByteLevelStream | PieceStream:
-        return self._decoder.open_stream()
+        """Return a stream that turns tokens into text, equal to decoding all of them at once."""
+        return ByteLevelStream() if self._rules is None else PieceStream(self._rules)
 
     def piece(self, token: int) -> str | None:
         """Return the written form of a token; None for special tokens and padding ids."""
@@ -384,8 +376,10 @@ class Tokenizer:
         """Return the bytes of a token within a text; none for special tokens and padding."""
         known = self._bytes.get(token)
         if known is None:
-            piece = self.piece(token)
-            known = b"" if piece is None else self._decoder.to_bytes(piece)
+            piece, to_bytes = self.piece(token), from_byte_level
+            if self._rules is not None:
+                to_bytes = self._rules.to_bytes
+            known = b"" if piece is None else to_bytes(piece)
             self._bytes[token] = known
         return known
 
@@ -490,19 +484,20 @@ def read_tokenizer(folder: Path, cache: Path | None = None) -> Tokenizer:
     kept = cached_json(
         cache or cache_folder(),
         f"tokenizer-and-template-{key_of(folder)}",
-        lambda: asdict(_definition_of(by_transformers(folder))),
+        lambda: asdict(_read_definition(load_by_transformers(folder))),
     )
     return Tokenizer(
-        TokenizerDefinition(**kept), lambda template: _renderer(by_transformers(folder), template)
+        TokenizerDefinition(**kept),
+        lambda template: _build_renderer(load_by_transformers(folder), template),
     )
 
 
 def adopt(backend: Any) -> Tokenizer:
     """Wrap a transformers tokenizer; raises InvalidModel where its kind is not supported."""
-    return Tokenizer(_definition_of(backend), lambda template: _renderer(backend, template))
+    return Tokenizer(_read_definition(backend), lambda template: _build_renderer(backend, template))
 
 
-def _definition_of(backend: Any) -> TokenizerDefinition:
+def _read_definition(backend: Any) -> TokenizerDefinition:
     """Return the definition of a tokenizer that transformers has read."""
     if not backend.is_fast:
         raise InvalidModel(f"{type(backend).__name__} has no tokenizer.json; convert it to one")
@@ -524,7 +519,7 @@ def _read_template(backend: Any) -> str | None:
     return template or None
 
 
-def _renderer(backend: Any, template: str = "") -> Renderer:
+def _build_renderer(backend: Any, template: str = "") -> Renderer:
     """Return a function that renders a chat template within limits; by default the tokenizer's."""
     special = {name: str(token) for name, token in backend.special_tokens_map.items()}
     return render_template(template or str(_read_template(backend)), special)
@@ -541,7 +536,7 @@ def render_template(template: str, special: Mapping[str, str]) -> Renderer:
             "documents": None,
             **given,
             **special,
-            "messages": without_none(messages),
+            "messages": drop_none(messages),
         }
         try:
             num_characters = sum(len(str(message.get("content"))) for message in messages)
@@ -553,7 +548,7 @@ def render_template(template: str, special: Mapping[str, str]) -> Renderer:
     return render
 
 
-def by_transformers(folder: Path) -> Any:
+def load_by_transformers(folder: Path) -> Any:
     """Read the tokenizer of a folder with transformers."""
     from transformers import AutoTokenizer
 
@@ -632,14 +627,14 @@ def check_tokens(folder: Path) -> None:
             )
 
 
-def library_versions() -> bytes:
+def list_versions() -> bytes:
     """Return the versions of the libraries that determine how a tokenizer behaves."""
     return "\0".join(version(name) for name in ("transformers", "tokenizers")).encode()
 
 
 def key_of(folder: Path) -> str:
     """Hash the files and library versions that determine how a tokenizer behaves."""
-    parts = [library_versions()]
+    parts = [list_versions()]
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if path.suffix in SUFFIXES and path.name not in OTHER_FILES and path.is_file():
             parts.append(

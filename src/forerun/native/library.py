@@ -75,7 +75,7 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
             return ctypes.CDLL(str(kept))
         except OSError as error:
             logger.warning("the kernels in %s cannot be loaded (%s); compiling again", kept, error)
-    with scratch_folder() as scratch:
+    with create_scratch() as scratch:
         built = scratch / f"kernels{SUFFIX}"
         compile_to(built, compiler)
         library = opened(built, compiler)
@@ -94,7 +94,7 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
+def create_scratch() -> Iterator[Path]:
     """Create a temporary folder to compile in."""
     try:
         scratch = tempfile.TemporaryDirectory(prefix="forerun-")
@@ -108,7 +108,7 @@ def compile_to(path: Path, compiler: str) -> None:
     """Compile the kernels for this processor."""
     logger.info("compiling the CPU kernels with %s, once for this machine ...", compiler)
     start_s = time.monotonic()
-    done = _run_compiler(compiler, *FLAGS, _native_flag(), str(SOURCES / MAIN), "-o", str(path))
+    done = _run_compiler(compiler, *FLAGS, _choose_flag(), str(SOURCES / MAIN), "-o", str(path))
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"exit code {done.returncode}"
@@ -141,14 +141,14 @@ def _run_compiler(compiler: str, *arguments: str) -> subprocess.CompletedProcess
 def fingerprint(compiler: str) -> str:
     """Hash the sources, compiler, flags and processor that determine the library."""
     parts = [_run_compiler(compiler, "--version").stdout]
-    for part in (compiler, *FLAGS, _native_flag(), platform.platform(), processor()):
+    for part in (compiler, *FLAGS, _choose_flag(), platform.platform(), processor()):
         parts.append(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         parts.append(source.name.encode() + b"\0" + source.read_bytes())
     return hash_of(b"".join(parts))
 
 
-def _native_flag() -> str:
+def _choose_flag() -> str:
     return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 
 

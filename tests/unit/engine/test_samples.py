@@ -11,7 +11,7 @@ from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
 from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.huggingface import HuggingFaceModel
-from forerun.models.slots import MIN_SHARED_TOKENS
+from forerun.models.kv_store import MIN_SHARED_TOKENS
 from forerun.sampling.config import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -9,7 +9,7 @@ import pytest
 from tests import tiny
 
 from forerun.engine.engine import Engine
-from forerun.engine.sampling_defaults import parse_defaults
+from forerun.engine.loading import parse_defaults
 from forerun.engine.thread import EngineThread
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import GGUFModel

@@ -13,7 +13,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.results import Stop
 from forerun.engine.scheduler import ScheduledSequence, Scheduler
 from forerun.models.base import Context
-from forerun.models.slots import MIN_SHARED_TOKENS
+from forerun.models.kv_store import MIN_SHARED_TOKENS
 from forerun.sampling.proposal import Choice, Proposal
 from forerun.theory.tree import TokenTree
 

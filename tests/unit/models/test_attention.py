@@ -7,7 +7,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from forerun.models import attention
-from forerun.models.attention import hidden_rows, pieces_of, plan_pass
+from forerun.models.attention import hide_rows, pieces_of, plan_pass
 from forerun.models.base import Span
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.memory import KVGeometry
@@ -47,7 +47,7 @@ def test_tree_shares_the_last_block_of_the_chain():
 
 
 def test_rows_of_a_tree_see_chain_and_ancestors():
-    seen = ~hidden_rows(5, FORK)
+    seen = ~hide_rows(5, FORK)
     assert seen.int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
@@ -75,7 +75,7 @@ def test_masks_repeat_per_group_and_end_at_the_own_row():
     spans = [Span(slot=store.reserve(), start=0, num_chain=3, tree=FORK)]
     (block,) = plan_pass(spans, store, num_groups=2).blocks(None)
     seen = (block.bias == 0).view(2, 6, 6)
-    assert torch.equal(seen[0], ~hidden_rows(6, FORK))
+    assert torch.equal(seen[0], ~hide_rows(6, FORK))
     assert torch.equal(seen[0], seen[1])
 
 
@@ -96,7 +96,7 @@ def test_chains_of_equal_size_share_a_mask():
     assert [tuple(block.bias.shape) for block in blocks] == [(4, 9), (4, 44), (4, 13)]
     assert len({block.bias.untyped_storage().data_ptr() for block in blocks}) == 1
     for block in blocks:
-        assert torch.equal(block.bias[:, -4:] == 0, ~hidden_rows(4))
+        assert torch.equal(block.bias[:, -4:] == 0, ~hide_rows(4))
         assert (block.bias[:, :-4] == 0).all()
 
 
@@ -152,5 +152,5 @@ def test_single_row_of_a_window_needs_no_mask():
 def test_transformers_builds_no_mask_for_us():
     """A mask function under our name would build one for every pass."""
     attention.register()
-    assert AttentionInterface()[attention.ATTENTION_NAME] is attention.packed_attention
+    assert AttentionInterface()[attention.ATTENTION_NAME] is attention.attend_packed
     assert attention.ATTENTION_NAME not in ALL_MASK_ATTENTION_FUNCTIONS

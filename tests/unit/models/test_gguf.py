@@ -37,7 +37,7 @@ from forerun.models.checkpoint import ModelFiles
 from forerun.models.decoder import QuantisedMatrix
 from forerun.models.draft_card import identify
 from forerun.models.gguf.file import TYPES, GGUFFile
-from forerun.models.load import kept_bytes, load_model
+from forerun.models.load import count_kept_bytes, load_model
 from forerun.sampling.config import SamplingParams
 
 HEADS = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}
@@ -303,7 +303,7 @@ def test_blocks_are_packed_as_they_are_and_their_memory_is_counted(folder, tmp_p
     bits = KEPT[kind]
     embedding = 8192 * 256
     assert model.bytes_read == (model.num_parameters - embedding - 5 * 256) * bits / 8
-    expected = kept_bytes(ModelFiles.open(path).weights, 2, is_tied=False)
+    expected = count_kept_bytes(ModelFiles.open(path).weights, 2, is_tied=False)
     assert abs(model.weights.num_bytes - expected) <= 2 << 20  # whole huge pages
 
 

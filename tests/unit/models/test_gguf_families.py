@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.gguf.families import FAMILIES, TensorFacts, transformers_settings
+from forerun.models.families import FAMILIES
 from forerun.models.gguf.file import GGUFFile
+from forerun.models.gguf.settings import translate_settings
 from forerun.models.huggingface import read_weights
 from forerun.models.load import load_model
 
@@ -253,10 +254,7 @@ def test_transformers_modules_are_given_the_weights_of_a_file(name, tmp_path):
 
 
 def test_every_family_is_tried():
-    tried = {"llama with experts" if name == "mixtral" else CASES[name][0] for name in CASES} | {
-        "olmo2 with windows"
-    }
-    assert tried == FAMILIES.keys()
+    assert CASES.keys() == {row.model_type for row in FAMILIES.values() if row.gguf is not None}
 
 
 @pytest.mark.parametrize(("layers", "scalar"), [(46, 144), (42, 128)])
@@ -268,18 +266,17 @@ def test_the_largest_gemma_2_divides_scores_by_another_width(layers, scalar):
         "attention.key_length": 128,
         "attention.value_length": 128,
     }
-    facts = TensorFacts(vocab_size=256, has_head=False, has_biases=False)
-    settings = transformers_settings(FAMILIES["gemma2"], given, facts)
+    settings = translate_settings(FAMILIES["Gemma2ForCausalLM"], given, **PLAIN_FACTS)
     assert settings["query_pre_attn_scalar"] == scalar
 
 
 FOUR_LAYERS = {"embedding_length": 64, "block_count": 4, "attention.head_count": 4}
-PLAIN_FACTS = TensorFacts(vocab_size=256, has_head=True, has_biases=False)
+PLAIN_FACTS = {"vocab_size": 256, "has_head": True, "has_biases": False}
 
 
 def test_a_window_of_0_is_none():
     given = FOUR_LAYERS | {"attention.sliding_window": 0}
-    settings = transformers_settings(FAMILIES["gemma2"], given, PLAIN_FACTS)
+    settings = translate_settings(FAMILIES["Gemma2ForCausalLM"], given, **PLAIN_FACTS)
     assert settings["sliding_window"] is None
     assert settings["layer_types"] == ["full_attention"] * 4
 
@@ -289,14 +286,14 @@ def test_a_pattern_of_windows_for_other_layers_is_refused(num_layers):
     pattern = {"attention.sliding_window_pattern": (True,) * num_layers}
     given = FOUR_LAYERS | {"attention.sliding_window": 8} | pattern
     with pytest.raises(InvalidModel, match=r"its pattern of windows .* is none of 4 layers"):
-        transformers_settings(FAMILIES["gemma3"], given, PLAIN_FACTS)
+        translate_settings(FAMILIES["Gemma3ForCausalLM"], given, **PLAIN_FACTS)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_a_factor_of_0_or_1_scales_no_rotation(kind, factor):
     given = FOUR_LAYERS | {"rope.scaling.type": kind, "rope.scaling.factor": factor}
-    settings = transformers_settings(FAMILIES["llama"], given, PLAIN_FACTS)
+    settings = translate_settings(FAMILIES["LlamaForCausalLM"], given, **PLAIN_FACTS)
     assert settings["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forerun.models.kv_store import BlockedKVStore, ContiguousKVStore
-from forerun.models.memory import KVGeometry, bytes_needed
+from forerun.models.memory import KVGeometry, count_bytes
 
 GEOMETRY = KVGeometry(
     num_layers=3,
@@ -25,7 +25,7 @@ def store() -> ContiguousKVStore:
 
 
 def test_bytes_needed():
-    assert bytes_needed(GEOMETRY) == 2 * 3 * 2 * 2 * 16 * 4 * 2
+    assert count_bytes(GEOMETRY) == 2 * 3 * 2 * 2 * 16 * 4 * 2
 
 
 def test_stage_gives_a_place_per_layer_for_keys_and_values(store):

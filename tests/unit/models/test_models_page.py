@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.models.architecture import SUPPORTED
+from forerun.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 # The words of the README, and the classes that they promise.
@@ -43,12 +43,12 @@ NAMED = {
 def test_the_readme_names_supported_models_and_their_number():
     text = " ".join((ROOT / "README.md").read_text().split())
     found = re.search(r"targets are (\d+) model classes of transformers: (.*?), \[through", text)
-    assert found is not None and int(found[1]) == len(SUPPORTED)
+    assert found is not None and int(found[1]) == len(FAMILIES)
     named = re.split(r"; |, | and | or |such as ", found[2])
     names = {part for part in named if re.search(r"[A-Z0-9]|gpt", part)}
     assert {name.removesuffix(" on every runner") for name in names} == NAMED.keys()
     for families in NAMED.values():
-        assert {f"{family}ForCausalLM" for family in families.split()} <= set(SUPPORTED)
+        assert {f"{family}ForCausalLM" for family in families.split()} <= FAMILIES.keys()
 
 
 def test_the_readme_and_the_page_agree_on_runners():

@@ -6,7 +6,7 @@ import pytest
 from tests.tabular import TokenStore
 
 from forerun.models.base import Context, Span
-from forerun.models.slots import MIN_SHARED_TOKENS, common_length
+from forerun.models.kv_store import MIN_SHARED_TOKENS, count_common
 
 LONG = list(range(100, 140))
 
@@ -48,12 +48,12 @@ def holds(context: Context) -> list[int]:
     ],
 )
 def test_common_length(left, right, length):
-    assert common_length(left, right) == common_length(right, left) == length
+    assert count_common(left, right) == count_common(right, left) == length
 
 
 def test_common_length_wherever_two_lists_part():
     for length in range(len(LONG)):
-        assert common_length(LONG, [*LONG[:length], -1, *LONG[length + 1 :]]) == length
+        assert count_common(LONG, [*LONG[:length], -1, *LONG[length + 1 :]]) == length
 
 
 def test_a_sequence_goes_on_in_the_slot_that_holds_its_beginning(store):

@@ -17,7 +17,7 @@ from tests import tiny
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidModel
 from forerun.models.checkpoint import ModelFiles
-from forerun.models.load import kept_bytes, load_model
+from forerun.models.load import count_kept_bytes, load_model
 from forerun.sampling.config import SamplingParams
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -203,7 +203,7 @@ def test_weights_are_those_of_the_published_formula(form, write, caplog):
     assert "dequantised" not in caplog.text  # it was asked for
     model = load_model(folder, device="cpu", max_batch=1)
     assert caplog.text.count("dequantised while they are read") == (form in DEQUANTISED)
-    needed = kept_bytes(found.weights, model.dtype.itemsize, is_tied=False)
+    needed = count_kept_bytes(found.weights, model.dtype.itemsize, is_tied=False)
     assert abs(model.weights.num_bytes - needed) <= 2 << 20  # whole huge pages
     whole_types = ", ".join(found.stored_types)
     assert ("kept packed" if form in KEPT else "dequantised while read") in whole_types

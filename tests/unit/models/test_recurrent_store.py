@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.models.base import Span
+from forerun.models.kv_store import Prefix
 from forerun.models.memory import KVGeometry
 from forerun.models.recurrent import (
     PackedRecurrence,
@@ -21,7 +22,6 @@ from forerun.models.recurrent import (
     StackedStates,
     _schedule,
 )
-from forerun.models.slots import Prefix
 from forerun.theory.tree import TokenTree
 
 GEOMETRY = KVGeometry(

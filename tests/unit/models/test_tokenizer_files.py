@@ -107,7 +107,7 @@ def byte_level_files(tmp_path) -> Path:
 def never(monkeypatch) -> None:
     """From here on transformers is not asked."""
     monkeypatch.setattr(
-        tokenizers, "by_transformers", lambda _: pytest.fail("transformers was asked")
+        tokenizers, "load_by_transformers", lambda _: pytest.fail("transformers was asked")
     )
 
 
@@ -148,10 +148,10 @@ def test_chats_are_rendered_by_transformers(byte_level_files, tmp_path):
 
 def test_transformers_is_asked_for_a_template_once(byte_level_files, tmp_path, monkeypatch):
     asked = []
-    real = tokenizers.by_transformers
+    real = tokenizers.load_by_transformers
     read_tokenizer(byte_level_files, tmp_path / "cache")
     monkeypatch.setattr(
-        tokenizers, "by_transformers", lambda folder: asked.append(folder) or real(folder)
+        tokenizers, "load_by_transformers", lambda folder: asked.append(folder) or real(folder)
     )
     tokenizer = read_tokenizer(byte_level_files, tmp_path / "cache")
     assert not asked

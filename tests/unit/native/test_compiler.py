@@ -360,7 +360,7 @@ def planted(tmp_path, library, write_compiler) -> Path:
 
 
 def test_a_private_cache_is_used(planted, monkeypatch):
-    monkeypatch.setattr(compiler, "scratch_folder", lambda: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler, "create_scratch", lambda: pytest.fail("compiled again"))
     assert compiled_kernels(planted.parent).forerun_interface
 
 

@@ -34,7 +34,7 @@ from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import BlockedKVStore, ContiguousKVStore
 from forerun.models.memory import KVGeometry, geometry_of
 from forerun.models.runner.native import NativeModel
-from forerun.models.runner.packed import PackedWeights, new_decoder
+from forerun.models.runner.packed import PackedWeights, create_decoder
 from forerun.native.library import MatrixKind, PassStruct, VectorKind
 from forerun.sampling.proposal import Proposal
 
@@ -409,7 +409,7 @@ class NativeEagle3Model(NativeModel):
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
     ) -> Float[Tensor, "rows width"]:
-        return self._projection.times_head(self.network.joined(features), self.hidden_size)
+        return self._projection.apply_head(self.network.joined(features), self.hidden_size)
 
     def forward(self, batch: RowBatch) -> ModelOutput:
         logits = super().forward(batch).logits
@@ -479,7 +479,7 @@ def _empty_weights(
         tied=True,
     )
     kernels = target.weights.kernels
-    handle = new_decoder(decoder, target.dtype, kernels, flags)
+    handle = create_decoder(decoder, target.dtype, kernels, flags)
     return PackedWeights(kernels, handle, head.config.norm_eps, target.dtype)
 
 

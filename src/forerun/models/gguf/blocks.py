@@ -48,79 +48,81 @@ def unpack_integers(rows: np.ndarray, type_name: str, shape: tuple[int, ...]) ->
     return (values.astype(np.int8).reshape(outputs, inputs), *halves)
 
 
-def _halves(blocks: np.ndarray, *places: int) -> list[np.ndarray]:
+def _read_halves(blocks: np.ndarray, *places: int) -> list[np.ndarray]:
     """Return the fp16 numbers at some bytes of every block, one column each."""
     return [blocks[:, place : place + 2].copy().view(np.float16) for place in places]
 
 
-def _nibbles(packed: np.ndarray) -> np.ndarray:
+def _split_nibbles(packed: np.ndarray) -> np.ndarray:
     """Return the low halves of bytes and, behind them, the high halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
-def _fifth_bits(packed: np.ndarray) -> np.ndarray:
+def _read_fifth_bits(packed: np.ndarray) -> np.ndarray:
     """Return 16 times each of the 32 bits in four bytes."""
     return np.unpackbits(packed, axis=-1, bitorder="little") << 4
 
 
-def _q8_0(blocks: np.ndarray) -> Parts:
-    return blocks[:, 2:].view(np.int8), *_halves(blocks, 0)
+def _read_q8_0(blocks: np.ndarray) -> Parts:
+    return blocks[:, 2:].view(np.int8), *_read_halves(blocks, 0)
 
 
-def _q4_0(blocks: np.ndarray) -> Parts:
-    return _nibbles(blocks[:, 2:]).astype(np.int8) - 8, *_halves(blocks, 0)
+def _read_q4_0(blocks: np.ndarray) -> Parts:
+    return _split_nibbles(blocks[:, 2:]).astype(np.int8) - 8, *_read_halves(blocks, 0)
 
 
-def _q4_1(blocks: np.ndarray) -> Parts:
-    return _nibbles(blocks[:, 4:]), *_halves(blocks, 0, 2)
+def _read_q4_1(blocks: np.ndarray) -> Parts:
+    return _split_nibbles(blocks[:, 4:]), *_read_halves(blocks, 0, 2)
 
 
-def _q5_0(blocks: np.ndarray) -> Parts:
-    values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return values.astype(np.int8) - 16, *_halves(blocks, 0)
+def _read_q5_0(blocks: np.ndarray) -> Parts:
+    values = _split_nibbles(blocks[:, 6:]) | _read_fifth_bits(blocks[:, 2:6])
+    return values.astype(np.int8) - 16, *_read_halves(blocks, 0)
 
 
-def _q5_1(blocks: np.ndarray) -> Parts:
-    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), *_halves(blocks, 0, 2)
+def _read_q5_1(blocks: np.ndarray) -> Parts:
+    return _split_nibbles(blocks[:, 8:]) | _read_fifth_bits(blocks[:, 4:8]), *_read_halves(
+        blocks, 0, 2
+    )
 
 
-def _scales_and_minima(blocks: np.ndarray) -> list[np.ndarray]:
+def _read_scales_and_minima(blocks: np.ndarray) -> list[np.ndarray]:
     """Return the scale and the minimum of each of eight groups, from numbers of six bits."""
-    scale, minimum = (half.astype(np.float32) for half in _halves(blocks, 0, 2))
+    scale, minimum = (half.astype(np.float32) for half in _read_halves(blocks, 0, 2))
     low, middle, high = (blocks[:, place : place + 4] for place in (4, 8, 12))
     times = np.concatenate([low & 63, high & 15 | low >> 2 & 48], axis=-1)
     minima = np.concatenate([middle & 63, high >> 4 | middle >> 2 & 48], axis=-1)
     return [scale * times, -minimum * minima]
 
 
-def _q4_k(blocks: np.ndarray) -> Parts:
-    values = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))
-    return values, *_scales_and_minima(blocks)
+def _read_q4_k(blocks: np.ndarray) -> Parts:
+    values = _split_nibbles(blocks[:, 16:].reshape(-1, 4, 32))
+    return values, *_read_scales_and_minima(blocks)
 
 
-def _q5_k(blocks: np.ndarray) -> Parts:
-    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+def _read_q5_k(blocks: np.ndarray) -> Parts:
+    low = _split_nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     bits = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return low | bits << 4, *_scales_and_minima(blocks)
+    return low | bits << 4, *_read_scales_and_minima(blocks)
 
 
-def _q6_k(blocks: np.ndarray) -> Parts:
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+def _read_q6_k(blocks: np.ndarray) -> Parts:
+    low = _split_nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     places = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> places & 3
-    scales = blocks[:, 192:208].view(np.int8) * _halves(blocks, 208)[0].astype(np.float32)
+    scales = blocks[:, 192:208].view(np.int8) * _read_halves(blocks, 208)[0].astype(np.float32)
     return (low | high << 4).astype(np.int8) - 32, scales
 
 
 READERS: Mapping[str, Callable[[np.ndarray], Parts]] = MappingProxyType(
     {
-        "Q8_0": _q8_0,
-        "Q4_0": _q4_0,
-        "Q4_1": _q4_1,
-        "Q5_0": _q5_0,
-        "Q5_1": _q5_1,
-        "Q4_K": _q4_k,
-        "Q5_K": _q5_k,
-        "Q6_K": _q6_k,
+        "Q8_0": _read_q8_0,
+        "Q4_0": _read_q4_0,
+        "Q4_1": _read_q4_1,
+        "Q5_0": _read_q5_0,
+        "Q5_1": _read_q5_1,
+        "Q4_K": _read_q4_k,
+        "Q5_K": _read_q5_k,
+        "Q6_K": _read_q6_k,
     }
 )

@@ -31,21 +31,20 @@ from forerun.models.decoder import (
     BlockFormat,
     QuantisedMatrix,
     StoredWeights,
-    fused_with,
     join_formats,
+    list_fused,
 )
+from forerun.models.families import FAMILIES, find_by_gguf
+from forerun.models.family import Family
 from forerun.models.gguf.blocks import FORMATS, ROUNDED, unpack_integers
-from forerun.models.gguf.families import (
+from forerun.models.gguf.settings import (
     END_NAMES,
-    FAMILIES,
     SINGLE_EXPERT_NAMES,
-    GGUFFamily,
-    TensorFacts,
-    expert_parts,
-    find_family,
-    module_names,
-    setting_without_effect,
-    transformers_settings,
+    find_ignored,
+    get_gguf_parts,
+    list_expert_parts,
+    list_modules,
+    translate_settings,
     undo_rounding,
 )
 
@@ -239,6 +238,7 @@ class GGUFFile(StoredWeights):
             if key.startswith(prefix)
         }
         self.family = self._read_family(architecture)
+        self.form, self._variant = get_gguf_parts(self.family)
         self._stored = self._read_places(header, num_tensors)
 
     def _read_places(self, header: _Header, num_tensors: int) -> list[StoredTensor]:
@@ -251,7 +251,7 @@ class GGUFFile(StoredWeights):
         begin = -(-header.position // alignment) * alignment
         found, end = [], begin
         for name, shape, type_name, offset in sorted(table, key=lambda entry: entry[3]):
-            num_bytes = _num_bytes(header, name, shape, type_name)
+            num_bytes = _count_bytes(header, name, shape, type_name)
             start = begin + offset
             if offset % alignment or start < end or start + num_bytes > len(self._data):
                 raise header.error(
@@ -288,7 +288,7 @@ class GGUFFile(StoredWeights):
             )
         return name, shape, type_name, offset
 
-    def _read_family(self, architecture: object) -> GGUFFamily:
+    def _read_family(self, architecture: object) -> Family:
         """Refuse an architecture or a setting that would change the output and is not honoured."""
         if (count := self.metadata.get("split.count", 0)) not in (0, 1):
             raise InvalidModel(
@@ -296,13 +296,14 @@ class GGUFFile(StoredWeights):
                 "`llama-gguf-split --merge FIRST_PART WHOLE.gguf` and give the whole file"
             )
         named = architecture if isinstance(architecture, str) else ""
-        if (family := find_family(named, self.stored_settings)) is None:
-            names = ", ".join(name for name in FAMILIES if " " not in name)
+        if (family := find_by_gguf(named, self.stored_settings)) is None:
+            rows = (row.gguf for row in FAMILIES.values())
+            names = ", ".join(dict.fromkeys(form.architecture for form in rows if form))
             raise InvalidModel(
                 f"{self.path} has the architecture {architecture!r:.60}; GGUF files are read of "
                 f"{names}: of others give the model in its original form, {self._origin}"
             )
-        if (found := setting_without_effect(family, self.stored_settings)) is not None:
+        if (found := find_ignored(get_gguf_parts(family)[0], self.stored_settings)) is not None:
             key, value = found
             shown = f"an array of {value.length}" if isinstance(value, StoredArray) else value
             raise InvalidModel(
@@ -323,7 +324,7 @@ class GGUFFile(StoredWeights):
 
     @property
     def architecture(self) -> str:
-        return self.family.architecture
+        return self.family.name
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -334,16 +335,17 @@ class GGUFFile(StoredWeights):
             raise InvalidModel(f"{self.path} has no embedding (token_embd.weight); fetch it again")
         factors = [by_name[n] for n in (SHORT_FACTORS, LONG_FACTORS) if n in by_name]
         listed = [self._dequantise(tensor).reshape(-1) for tensor in factors]
-        facts = TensorFacts(
-            vocab_size=embedding.shape[0],
-            has_head="output.weight" in by_name,
-            has_biases=any(f"blk.0.{part}.bias" in by_name for part in ("attn_q", "attn_qkv")),
-            rope_factors=tuple([undo_rounding(float(n)) for n in each] for each in listed),
-        )
         special = {f"{role}_token_id": self.token_id(role) for role in ("bos", "eos")}
         special["pad_token_id"] = self.token_id("padding")
         try:
-            return transformers_settings(self.family, self.stored_settings, facts) | special
+            return special | translate_settings(
+                self.family,
+                self.stored_settings,
+                vocab_size=embedding.shape[0],
+                has_head="output.weight" in by_name,
+                has_biases=any(f"blk.0.{part}.bias" in by_name for part in ("attn_q", "attn_qkv")),
+                rope_factors=[[undo_rounding(float(n)) for n in each] for each in listed],
+            )
         except (InvalidModel, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidModel(f"the settings in {self.path} cannot be used: {error}") from error
 
@@ -378,7 +380,7 @@ class GGUFFile(StoredWeights):
             name: part
             for tensor in self._stored
             if tensor.name not in NOT_PARAMETERS
-            for name, part in self._parts(tensor)
+            for name, part in self._find_parts(tensor)
         }
 
     @property
@@ -391,17 +393,17 @@ class GGUFFile(StoredWeights):
 
     @cached_property
     def _modules(self) -> dict[str, str]:
-        return module_names(self.family.variant)
+        return list_modules(self._variant)
 
-    def _parts(self, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
+    def _find_parts(self, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
         """Return the parameters in a tensor by their names in transformers."""
-        offset = float(self.family.variant.one_plus_norms and "norm" in tensor.name)
+        offset = float(self._variant.one_plus_norms and "norm" in tensor.name)
         tensor = replace(tensor, offset=offset)
         if (found := LAYER_NAME.fullmatch(tensor.name)) is None:
             stem, _, kind = tensor.name.rpartition(".")
             return [(f"{END_NAMES[stem]}.{kind}" if stem in END_NAMES else tensor.name, tensor)]
         layer, short, expert, kind = found.groups()
-        prefix, experts = f"model.layers.{int(layer)}.", expert_parts(self.family.variant)
+        prefix, experts = f"model.layers.{int(layer)}.", list_expert_parts(self._variant)
         if expert is not None and short in SINGLE_EXPERT_NAMES and experts:
             part = experts[f"{short}_exps"].format(int(expert))
             return [(f"{prefix}{part}.{kind}", tensor)]
@@ -422,7 +424,7 @@ class GGUFFile(StoredWeights):
 
     def _split_qkv(self, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
         """Return the rows of queries, keys and values in one tensor, by their modules."""
-        width, modules = self.settings["head_dim"], self.family.variant.parts[0]
+        width, modules = self.settings["head_dim"], self._variant.parts[0]
         queries, keys = (self.settings[f"num_{n}_heads"] for n in ("attention", "key_value"))
         ends = [width * num_heads for num_heads in (queries, queries + keys, queries + 2 * keys)]
         if ends[-1] != tensor.shape[0]:
@@ -441,7 +443,7 @@ class GGUFFile(StoredWeights):
             "self_attn.q_proj": "num_attention_heads",
             "self_attn.k_proj": "num_key_value_heads",
         }.get(module)
-        if heads is None or not self.family.paired_rows:
+        if heads is None or not self.form.paired_rows:
             return tensor
         num_heads = checked_size(self.settings[heads], heads)
         if tensor.shape[0] % (2 * num_heads):
@@ -480,7 +482,7 @@ class GGUFFile(StoredWeights):
         for name, tensor in self.tensors.items():
             if len(tensor.shape) != 2 or tensor.type_name in PLAIN:
                 continue
-            is_kept = join_formats(self, fused_with(name)) is not None
+            is_kept = join_formats(self, list_fused(name)) is not None
             (packed if is_kept else dequantised).add(tensor.type_name)
         rounded = ", ".join(sorted(packed & {*ROUNDED}))
         wider = [name for name in sorted(packed) if FORMATS[name].bits == 8 and name != "Q8_0"]
@@ -544,7 +546,7 @@ def _reorder_rows(tensor: StoredTensor, rows: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
 
-def _num_bytes(header: _Header, name: str, shape: tuple[int, ...], type_name: str) -> int:
+def _count_bytes(header: _Header, name: str, shape: tuple[int, ...], type_name: str) -> int:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]

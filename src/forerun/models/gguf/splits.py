@@ -30,7 +30,7 @@ class SplitRule:
     has_bytes: bool = True
 
 
-def _class(ranges: str) -> str:
+def _list_class(ranges: str) -> str:
     """Return a class of characters from ranges of hexadecimal numbers."""
     numbers = (part.split("-") for part in ranges.split())
     parts = ("-".join(rf"\x{{{number}}}" for number in part) for part in numbers)
@@ -41,7 +41,7 @@ ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 END_OF_SPACES = r"|\s+(?!\S)|\s+"
 
 
-def _words(number: str, *, letters: str = r"\p{L}", ending: str = f"{ENDINGS}|") -> str:
+def _match_words(number: str, *, letters: str = r"\p{L}", ending: str = f"{ENDINGS}|") -> str:
     """Words with a character before them, numbers, other characters, and ends of lines."""
     return (
         rf"{ending}[^\r\n\p{{L}}\p{{N}}]?{letters}+|{number}"
@@ -49,7 +49,7 @@ def _words(number: str, *, letters: str = r"\p{L}", ending: str = f"{ENDINGS}|")
     )
 
 
-def _words_by_case(number: str, *, ending: str = "", slash: str = "/", other: str = "") -> str:
+def _match_cased_words(number: str, *, ending: str = "", slash: str = "/", other: str = "") -> str:
     """Words that end where lower case becomes upper case; `other` is left out of them."""
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{other}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{other}]"
@@ -63,7 +63,7 @@ def _words_by_case(number: str, *, ending: str = "", slash: str = "/", other: st
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+" + END_OF_SPACES
 DIGIT, THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
 THREE_FROM_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
-LETTERS_OF_DEEPSEEK = _class(
+LETTERS_OF_DEEPSEEK = _list_class(
     "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376-377 37b-37d 37f "
     "386 388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd "
     "1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 "
@@ -74,20 +74,20 @@ LETTERS_OF_DEEPSEEK = _class(
     "a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 "
     "104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943"
 )
-HAN_OF_DEEPSEEK = _class("800-9fa5 ac00-d7ff") + "+"
+HAN_OF_DEEPSEEK = _list_class("800-9fa5 ac00-d7ff") + "+"
 PUNCTUATED = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
 )
 DEEPSEEK3 = f"{PUNCTUATED}[\\r\\n]*|\\s*[\\r\\n]+{END_OF_SPACES}"
-HAN_AND_KANA = _class("4e00-9fa5 3040-30ff") + "+"
+HAN_AND_KANA = _list_class("4e00-9fa5 3040-30ff") + "+"
 LINES = r"[^\n]+|[\n]+"
 SENTENCE_MARKS = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{ff0c}\x{3001}\x{964}\x{6d4}\x{60c})]+"
 
-LLAMA3 = (_words(THREE_DIGITS),)
-QWEN2 = (_words(DIGIT),)
+LLAMA3 = (_match_words(THREE_DIGITS),)
+QWEN2 = (_match_words(DIGIT),)
 DIGITS_THEN_GPT2 = (DIGIT, GPT2)
-GPT4O = (_words_by_case(THREE_DIGITS, ending=f"{ENDINGS}?"),)
+GPT4O = (_match_cased_words(THREE_DIGITS, ending=f"{ENDINGS}?"),)
 DEEPSEEK_V3 = (THREE_DIGITS, HAN_AND_KANA, DEEPSEEK3)
 
 _RULES: Mapping[str, SplitRule] = {
@@ -105,16 +105,16 @@ _RULES: Mapping[str, SplitRule] = {
     ),
     "dbrx smaug-bpe chatglm-bpe": SplitRule(patterns=LLAMA3),
     "glm4 glm5": SplitRule(patterns=LLAMA3, whole_first=True),
-    "minicpm5": SplitRule(patterns=(THREE_DIGITS, _words(r"\p{N}+")), whole_first=True),
+    "minicpm5": SplitRule(patterns=(THREE_DIGITS, _match_words(r"\p{N}+")), whole_first=True),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan grok-2 solar-open": SplitRule(
         patterns=QWEN2
     ),
-    "qwen35": SplitRule(patterns=(_words(DIGIT, letters=r"[\p{L}\p{M}]"),)),
-    "ufakzeka": SplitRule(patterns=(_words(DIGIT, ending=""),)),
+    "qwen35": SplitRule(patterns=(_match_words(DIGIT, letters=r"[\p{L}\p{M}]"),)),
+    "ufakzeka": SplitRule(patterns=(_match_words(DIGIT, ending=""),)),
     "laguna": SplitRule(patterns=(LINES, *QWEN2)),
     "jais-2": SplitRule(
         patterns=(
-            _words(THREE_DIGITS).removesuffix(END_OF_SPACES)
+            _match_words(THREE_DIGITS).removesuffix(END_OF_SPACES)
             + "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4))
             + r"|\s{1,2}(?!\S)|\s{1}",
         )
@@ -137,14 +137,14 @@ _RULES: Mapping[str, SplitRule] = {
             rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]{END_OF_SPACES}",
         )
     ),
-    "tekken": SplitRule(patterns=(_words_by_case(DIGIT),), whole_first=True, adds_bos=True),
+    "tekken": SplitRule(patterns=(_match_cased_words(DIGIT),), whole_first=True, adds_bos=True),
     "gpt-4o llama4 kanana2 talkie minimax-m2": SplitRule(patterns=GPT4O),
     "granite-embed-multi-97m": SplitRule(patterns=GPT4O, whole_first=True),
     "tiny_aya cohere2moe": SplitRule(patterns=(THREE_FROM_RIGHT, *GPT4O)),
     "youtu": SplitRule(
         patterns=(
             "|".join(
-                f"{_class(ranges)}+"
+                f"{_list_class(ranges)}+"
                 for ranges in (
                     "ac00-d7a3 3131-318e",
                     "ff01 2026 201c 201d 2018 2019 2014 ff1a ff1b ff0c 3001-303f fe30-fe4f",
@@ -152,21 +152,23 @@ _RULES: Mapping[str, SplitRule] = {
                     "4e00-9fa5 3040-30ff",
                 )
             ),
-            _words_by_case(DIGIT, ending=f"{ENDINGS}?"),
+            _match_cased_words(DIGIT, ending=f"{ENDINGS}?"),
         ),
         whole_first=True,
     ),
     "kimi-k2": SplitRule(
         patterns=(
             r"\p{Han}+|"
-            + _words_by_case(THREE_DIGITS, ending=f"{ENDINGS}?", slash="", other=r"&&[^\p{Han}]"),
+            + _match_cased_words(
+                THREE_DIGITS, ending=f"{ENDINGS}?", slash="", other=r"&&[^\p{Han}]"
+            ),
         )
     ),
     "deepseek-llm": SplitRule(
         patterns=(
             "[\r\n]",
             rf"\s?{LETTERS_OF_DEEPSEEK}+",
-            r"\s?" + _class("21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002") + "+",
+            r"\s?" + _list_class("21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002") + "+",
             r"\s+$",
             HAN_OF_DEEPSEEK,
             r"\p{N}+",
@@ -187,7 +189,7 @@ _RULES: Mapping[str, SplitRule] = {
     "afmoe": SplitRule(
         patterns=(
             THREE_FROM_RIGHT,
-            _class(
+            _list_class(
                 "4e00-9fff 3400-4dbf 8c48-faff 3040-30ff ff65-ff9f 2f00-2fdf e40-eff 1780-17ff "
                 "1000-109f aa60-aa7f a9e0-a9ff 1100-11ff"
             )

@@ -59,7 +59,11 @@ def build_tokenizer(file: GGUFFile) -> Backend:
     if not tokens or not all(type(token) is str for token in tokens):
         raise InvalidModel(f"{file.path} has no list of tokens; fetch it again")
     try:
-        backend = _byte_level(file, vocabulary) if kind == "gpt2" else _by_scores(file, tokens)
+        backend = (
+            _build_byte_level(file, vocabulary)
+            if kind == "gpt2"
+            else _build_by_scores(file, tokens)
+        )
         _add_special(backend, file, tokens)
         _add_ends(backend, file, tokens, by_default=kind == "llama")
     except InvalidModel:
@@ -82,7 +86,7 @@ def special_tokens(file: GGUFFile) -> dict[str, str]:
     }
 
 
-def _merges(file: GGUFFile) -> list[tuple[str, str]]:
+def _read_merges(file: GGUFFile) -> list[tuple[str, str]]:
     found = []
     for merge in file.array("tokenizer.ggml.merges"):
         # The first part may itself be a space.
@@ -91,11 +95,11 @@ def _merges(file: GGUFFile) -> list[tuple[str, str]]:
     return found
 
 
-def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int]) -> Backend:
+def _build_byte_level(file: GGUFFile, vocabulary: Mapping[str, int]) -> Backend:
     rule = split_rule(file)
     model = BPE(
         vocab=dict(vocabulary),
-        merges=_merges(file),
+        merges=_read_merges(file),
         ignore_merges=rule.whole_first,
         byte_fallback=not rule.has_bytes,
     )
@@ -108,12 +112,12 @@ def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int]) -> Backend:
         backend.decoder = decoders.ByteLevel()
     else:
         backend.normalizer = normalizers.Replace(" ", SPACE)
-        backend.decoder = _spaces_and_bytes(0)
+        backend.decoder = _decode_spaces(0)
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     return backend
 
 
-def _by_scores(file: GGUFFile, tokens: Sequence[str]) -> Backend:
+def _build_by_scores(file: GGUFFile, tokens: Sequence[str]) -> Backend:
     """SentencePiece's BPE: of neighbours whose union is a token the best score is merged first."""
     # Tokens of spaces may be written with spaces.
     tokens = [SPACE * len(t) if " " in t and not t.strip(" ") else t for t in tokens]
@@ -122,7 +126,7 @@ def _by_scores(file: GGUFFile, tokens: Sequence[str]) -> Backend:
     backend = Backend(
         BPE(
             vocab=vocabulary,
-            merges=_merges(file) or _merges_by_score(file, vocabulary),
+            merges=_read_merges(file) or _rank_merges(file, vocabulary),
             unk_token=tokens[unknown] if unknown is not None and unknown < len(tokens) else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -131,18 +135,18 @@ def _by_scores(file: GGUFFile, tokens: Sequence[str]) -> Backend:
     has_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
     steps: list[Any] = [normalizers.Prepend(SPACE)] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    backend.decoder = _spaces_and_bytes(int(has_prefix))
+    backend.decoder = _decode_spaces(int(has_prefix))
     return backend
 
 
-def _spaces_and_bytes(num_stripped: int) -> Any:
+def _decode_spaces(num_stripped: int) -> Any:
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if num_stripped:
         steps.append(decoders.Strip(" ", num_stripped, 0))
     return decoders.Sequence(steps)
 
 
-def _merges_by_score(file: GGUFFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+def _rank_merges(file: GGUFFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the pairs of tokens whose union is a token, those of the best score first."""
     scores = file.array("tokenizer.ggml.scores")
     if len(scores) < len(vocabulary):
@@ -166,10 +170,8 @@ def _add_special(backend: Backend, file: GGUFFile, tokens: Sequence[str]) -> Non
     """Add the tokens that are found in a text before it is split."""
     types = file.array("tokenizer.ggml.token_type")
     named = list(zip(tokens, types, strict=False))
-    # As llama.cpp has it, of the models of this family alone.
-    strips = str(file.metadata.get("general.architecture")) == "phi3" and SPACE in "".join(
-        tokens[:1000]
-    )
+    # As llama.cpp has it.
+    strips = file.form.strips_after_special and SPACE in "".join(tokens[:1000])
     backend.add_special_tokens(
         [
             AddedToken(token, normalized=False, special=True, rstrip=strips and "|" in token)

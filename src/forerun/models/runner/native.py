@@ -41,8 +41,8 @@ from forerun.models.runner.packed import (
     BLOCK_FORMATS,
     PackedWeights,
     ReadBlocks,
-    matrix_formats,
-    new_decoder,
+    choose_formats,
+    create_decoder,
 )
 from forerun.native.library import (
     Kernels,
@@ -107,7 +107,7 @@ class NativeModel(StoredModel):
         ).to(self.dtype)
 
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float32[Tensor, "rows vocab"]:
-        return self.weights.times_head(hidden.to(self.dtype), self.architecture.vocab_size)
+        return self.weights.apply_head(hidden.to(self.dtype), self.architecture.vocab_size)
 
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
@@ -157,7 +157,7 @@ class NativeModel(StoredModel):
         self._call(batch, "likely_trees", *asked, *results)
         found = [*TREE_NODE.iter_unpack(nodes)]
         return [
-            _likely_tree(found[place * most : place * most + count])
+            _build_tree(found[place * most : place * most + count])
             for place, count in enumerate(counts)
         ]
 
@@ -233,7 +233,7 @@ class NativeModel(StoredModel):
         """Add the input states of an attached head's rows to a pass; other models have none."""
 
 
-def _likely_tree(nodes: Sequence[tuple[int, int, int, float]]) -> LikelyTree:
+def _build_tree(nodes: Sequence[tuple[int, int, int, float]]) -> LikelyTree:
     """Return the tree of nodes that the kernels list as token, parent, row and log-probability."""
     if not nodes:
         return LikelyTree(NO_TREE, (), (), ())
@@ -249,7 +249,7 @@ class _Blocks:
 
     def __init__(self, decoder: Decoder, stored: StoredWeights | None) -> None:
         self.stored = stored
-        self.names = matrix_names(decoder)
+        self.names = list_matrices(decoder)
         self.groups = [None if stored is None else join_formats(stored, n) for n in self.names]
         self.num_experts = 1 if decoder.experts is None else decoder.experts.num_experts
         kept = [names for names, groups in zip(self.names, self.groups, strict=True) if groups]
@@ -279,7 +279,7 @@ class _Blocks:
         joined = torch.cat(minima) if wanted.has_minima else None
         return QuantisedMatrix(torch.cat(values), torch.cat(scales), joined)
 
-    def of_layer(self, index: int) -> ReadBlocks:
+    def bind_layer(self, index: int) -> ReadBlocks:
         return lambda kind, expert: self.read(4 * index + kind, expert)
 
 
@@ -294,8 +294,8 @@ def build_native_model(
     """Pack a decoder's weights layer by layer, in as many bits as wanted, and return the model."""
     blocks = _Blocks(decoder, stored)
     num_layers = decoder.architecture.num_layers
-    formats = blocks.formats if stored else matrix_formats(stored_as, num_layers)
-    handle = new_decoder(decoder, geometry.dtype, kernels, formats=formats)
+    formats = blocks.formats if stored else choose_formats(stored_as, num_layers)
+    handle = create_decoder(decoder, geometry.dtype, kernels, formats=formats)
     weights = PackedWeights(kernels, handle, decoder.norm_eps, geometry.dtype)
 
     shapes = parameter_shapes(decoder)
@@ -311,7 +311,7 @@ def build_native_model(
     num_parameters = 0
     for index in range(num_layers):
         layer = read_layer(decoder, index, read_rest)
-        num_parameters += weights.put_layer(index, layer, blocks.of_layer(index))
+        num_parameters += weights.put_layer(index, layer, blocks.bind_layer(index))
     ends = read_ends(decoder, read_rest)
     num_parameters += weights.put_vector(VectorKind.LAST_NORM, 0, ends.norm)
     weights.last_norm = ends.norm.float()
@@ -332,7 +332,7 @@ def build_native_model(
     )
 
 
-def matrix_names(decoder: Decoder) -> list[tuple[str, ...]]:
+def list_matrices(decoder: Decoder) -> list[tuple[str, ...]]:
     """Return the names of the parameters of every matrix, the output layer's last.
 
     Matrices of experts that are of one kind are one after another in one place.

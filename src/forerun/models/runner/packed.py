@@ -70,7 +70,7 @@ class PackedWeights:
         Raises:
             NotEnoughMemory: there is no memory for them.
         """
-        formats = array("i", matrix_formats(weights, num_layers))
+        formats = array("i", choose_formats(weights, num_layers))
         address = formats.buffer_info()[0]
         handle = self.kernels.library.forerun_decoder_requantised(self.handle, address)
         if not handle:
@@ -108,7 +108,7 @@ class PackedWeights:
             raise ValueError(f"{kind.name} of layer {layer} is not packed in groups of its width")
         return values.numel()
 
-    def times_head(
+    def apply_head(
         self, rows: Float[Tensor, "rows width"], num_outputs: int
     ) -> Float32[Tensor, "rows num_outputs"]:
         """Multiply rows with the output matrix (NotEnoughMemory)."""
@@ -160,7 +160,7 @@ FORMATS = {8: MatrixFormat.INT8_GROUPS_64, 4: MatrixFormat.INT4_GROUPS_32}
 """Matrix format by bits; inputs per group are `GROUP_SIZES` in models/memory.py."""
 
 
-def matrix_formats(weights: WeightFormat, num_layers: int) -> tuple[MatrixFormat, ...]:
+def choose_formats(weights: WeightFormat, num_layers: int) -> tuple[MatrixFormat, ...]:
     """Return the formats of the four matrices of every layer, then of the output layer."""
     if weights not in QUANTISED:
         return ()
@@ -168,7 +168,7 @@ def matrix_formats(weights: WeightFormat, num_layers: int) -> tuple[MatrixFormat
     return (*([body] * 4 * num_layers), head)
 
 
-def _listed_layers(decoder: Decoder) -> array[int]:
+def _list_layers(decoder: Decoder) -> array[int]:
     """Return `ForerunLayer` of every layer, one after another."""
     num_layers = decoder.architecture.num_layers
     windows = decoder.windows or (None,) * num_layers
@@ -180,7 +180,7 @@ def _listed_layers(decoder: Decoder) -> array[int]:
     return listed
 
 
-def _listed_rotations(decoder: Decoder) -> tuple[Tensor, array[float]]:
+def _list_rotations(decoder: Decoder) -> tuple[Tensor, array[float]]:
     """Return the rotations that layers choose from, and their scales."""
     rotations = [(decoder.inv_freq, decoder.rope_scale)]
     if decoder.sliding_rotation is not None:
@@ -189,7 +189,7 @@ def _listed_rotations(decoder: Decoder) -> tuple[Tensor, array[float]]:
     return torch.stack(inv_freq), array("f", scales)
 
 
-def new_decoder(
+def create_decoder(
     decoder: Decoder,
     dtype: torch.dtype,
     kernels: Kernels,
@@ -203,9 +203,9 @@ def new_decoder(
         formats: of the matrices of every layer and of the output layer; none: `dtype`.
     """
     architecture = decoder.architecture
-    inv_freq, rope_scales = _listed_rotations(decoder)
+    inv_freq, rope_scales = _list_rotations(decoder)
     listed = array("i", formats)
-    layers, experts = _listed_layers(decoder), decoder.experts or Experts()
+    layers, experts = _list_layers(decoder), decoder.experts or Experts()
     # transformers rounds the factor of Gemma's embeddings to their dtype.
     embedding_scale = float(torch.tensor(decoder.embedding_scale, dtype=dtype))
     sizes = Sizes(

@@ -13,15 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.models.base import Context, RowBatch, Span, pack
 from forerun.models.runner.graphs.layers import Elementwise as TorchElementwise
-from forerun.models.runner.graphs.model import TorchModel, torch_attention, working_or_torch
+from forerun.models.runner.graphs.model import TorchModel, choose_working, torch_attention
 from forerun.models.runner.graphs.programs import GraphRecorder, disagreement
 from forerun.models.runner.graphs.rectangle import (
     Inputs,
     PassShape,
     ShapeLimits,
+    pack_visible,
     shape_of,
     table_of,
-    visible_bits,
 )
 from forerun.theory.tree import NO_TREE, TokenTree
 
@@ -109,13 +109,13 @@ def test_no_bucket_for_long_or_very_ragged_passes(spans, fits):
 
 
 def test_bits_of_a_tree_are_its_ancestors_and_the_chain():
-    bits = visible_bits(span(2, parents=(-1, -1, 0, 2)))
+    bits = pack_visible(span(2, parents=(-1, -1, 0, 2)))
     assert bits == [0b1, 0b11, 0b111, 0b1011, 0b10111, 0b110111]
 
 
 def test_the_64th_row_takes_the_sign():
-    assert visible_bits(span(64))[-1] == -1
-    assert visible_bits(span(1, parents=(-1,) * 63))[-1] == 1 - (1 << 63)
+    assert pack_visible(span(64))[-1] == -1
+    assert pack_visible(span(1, parents=(-1,) * 63))[-1] == 1 - (1 << 63)
 
 
 def test_padding_repeats_the_last_row_and_the_last_sequence():
@@ -247,13 +247,13 @@ def test_kernels_that_do_not_work_are_replaced_and_said(caplog):
             raise RuntimeError("no C compiler")
 
     cpu = torch.device("cpu")
-    attend_rows, elementwise = working_or_torch(lambda: (torch_attention, Elementwise()), cpu)
+    attend_rows, elementwise = choose_working(lambda: (torch_attention, Elementwise()), cpu)
     assert attend_rows is torch_attention
     assert type(elementwise) is TorchElementwise
     (message,) = caplog.messages
     assert "RuntimeError: no C compiler" in message
     working = torch_attention, TorchElementwise()
-    assert working_or_torch(lambda: working, cpu) == working
+    assert choose_working(lambda: working, cpu) == working
     assert len(caplog.messages) == 1
 
 
@@ -342,5 +342,5 @@ def test_disagreement_is_of_the_worst_row_and_knows_nan():
 def test_rows_of_a_block_see_all_of_it_in_a_rectangle():
     """A wrong table would be hidden by the comparison with the unrecorded pass."""
     block = Span(slot=0, start=5, num_chain=3, causal=False)
-    assert visible_bits(block) == [0b111, 0b111, 0b111]
-    assert visible_bits(Span(slot=0, start=5, num_chain=3)) == [0b1, 0b11, 0b111]
+    assert pack_visible(block) == [0b111, 0b111, 0b111]
+    assert pack_visible(Span(slot=0, start=5, num_chain=3)) == [0b1, 0b11, 0b111]

@@ -11,7 +11,8 @@ from tests.natives import decoder_of, random_parameters, run_natively
 
 from forerun.errors import NotEnoughMemory, RunnerUnavailable
 from forerun.models.base import Context, RowBatch, pack
-from forerun.models.decoder import VARIANTS, Decoder, Experts, parameter_shapes
+from forerun.models.decoder import Decoder, Experts, parameter_shapes
+from forerun.models.families import FAMILIES
 from forerun.models.runner.native import NativeModel
 
 SIZES = {
@@ -73,7 +74,7 @@ def test_a_row_has_the_same_bits_alone_and_among_many(dtype, num_rows):
 
 
 def test_a_row_reads_only_the_experts_that_it_uses():
-    variant = VARIANTS["Qwen3MoeForCausalLM"]
+    variant = FAMILIES["Qwen3MoeForCausalLM"].variant
     experts = Experts(num_experts=64, num_used=2, intermediate_size=32, layers=(True, False))
     sizes = SIZES | {"hidden_size": 64, "intermediate_size": 32}
     decoder = replace(decoder_of(**sizes), variant=variant, experts=experts)

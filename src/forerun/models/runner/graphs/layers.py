@@ -55,12 +55,12 @@ class Elementwise:
         return F.silu(gate) * up
 
 
-def rotation_at(decoder: Decoder, positions: Int64[Tensor, " rows"]) -> Rotation:
+def compute_rotation(decoder: Decoder, positions: Int64[Tensor, " rows"]) -> Rotation:
     angles = positions[:, None].float() * decoder.inv_freq
     return angles.cos() * decoder.rope_scale, angles.sin() * decoder.rope_scale
 
 
-def heads_of(
+def split_heads(
     decoder: Decoder, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"], rotation: Rotation
 ) -> tuple[
     Float[Tensor, "rows heads head_dim"],
@@ -107,7 +107,7 @@ class Weights:
         return sum(tensor.numel() for tensor in self.tensors)
 
 
-def features_buffer(
+def allocate_features(
     weights: Weights, num_rows: int, layers: tuple[int, ...]
 ) -> Float[Tensor, "rows layers hidden"] | None:
     """Allocate a buffer for the features of a pass; None if no layers are requested."""

@@ -22,9 +22,9 @@ from forerun.models.runner.graphs.layers import (
     Elementwise,
     Rotation,
     Weights,
-    heads_of,
+    compute_rotation,
     read_weights,
-    rotation_at,
+    split_heads,
 )
 from forerun.models.runner.graphs.programs import (
     AttendRows,
@@ -32,7 +32,7 @@ from forerun.models.runner.graphs.programs import (
     GraphRecorder,
     Programs,
     RectanglePass,
-    ragged_pass,
+    run_ragged,
 )
 from forerun.models.runner.graphs.rectangle import Rows, ShapeLimits
 
@@ -58,7 +58,7 @@ class TorchAttention:
     def __call__(
         self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
     ) -> Float[Tensor, "rows query_rows"]:
-        query, key, value = heads_of(self.decoder, layer, qkv, self.rotation)
+        query, key, value = split_heads(self.decoder, layer, qkv, self.rotation)
         keys, values = self.store.layer(index)
         for stored, new in ((keys, key), (values, value)):
             stored.view(-1, new.shape[-1]).index_copy_(0, self.places, new.flatten(0, 1))
@@ -80,20 +80,20 @@ def torch_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> T
     """Compute the inputs of attention that are the same in all layers of a pass."""
     sizes = decoder.architecture
     keys = torch.arange(rows.bucket.num_keys, device=rows.slot.device)
-    seen = _visible_keys(rows, keys).repeat(1, sizes.num_heads // sizes.num_kv_heads, 1)
+    seen = _mask_visible(rows, keys).repeat(1, sizes.num_heads // sizes.num_kv_heads, 1)
     bias = torch.zeros_like(seen, dtype=store.geometry.dtype).masked_fill_(~seen, float("-inf"))
     return TorchAttention(
         decoder=decoder,
         store=store,
         rows=rows,
-        rotation=rotation_at(decoder, rows.positions.flatten()),
-        places=_written_places(store, rows),
+        rotation=compute_rotation(decoder, rows.positions.flatten()),
+        places=_list_places(store, rows),
         unwritten=(keys >= rows.end[:, None])[:, None, :, None],
         bias=bias[:, None],
     )
 
 
-def _visible_keys(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "sequences rows keys"]:
+def _mask_visible(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "sequences rows keys"]:
     """Mask of visible keys per row: all before the span, and within it those set in `visible`."""
     offsets = keys - rows.start[:, None]
     bits = rows.visible[:, :, None] >> offsets.clamp(0, 63)[:, None]
@@ -101,7 +101,7 @@ def _visible_keys(rows: Rows, keys: Int64[Tensor, " keys"]) -> Bool[Tensor, "seq
     return torch.where(own[:, None], bits & 1 != 0, (offsets < 0)[:, None])
 
 
-def _written_places(store: ContiguousKVStore, rows: Rows) -> Int64[Tensor, " written_heads"]:
+def _list_places(store: ContiguousKVStore, rows: Rows) -> Int64[Tensor, " written_heads"]:
     """Return the flat index at which each head of each row is stored in a layer."""
     _, _, num_kv_heads, width, _ = store.geometry.shape
     heads = torch.arange(num_kv_heads, device=rows.slot.device)
@@ -118,7 +118,7 @@ def kernels_for(device: torch.device) -> Kernels:
     """Return Triton's kernels on CUDA if they work there, otherwise torch's."""
     if device.type != "cuda" or find_spec("triton") is None:
         return torch_attention, Elementwise()
-    return working_or_torch(triton_kernels, device)
+    return choose_working(triton_kernels, device)
 
 
 def triton_kernels() -> Kernels:
@@ -127,7 +127,7 @@ def triton_kernels() -> Kernels:
     return triton_attention, TritonElementwise()
 
 
-def working_or_torch(make: Callable[[], Kernels], device: torch.device) -> Kernels:
+def choose_working(make: Callable[[], Kernels], device: torch.device) -> Kernels:
     """Test kernels on `device`; return them, or if they fail log a warning and return torch's."""
     try:
         attend_rows, elementwise = make()
@@ -175,7 +175,7 @@ class TorchModel(StoredModel):
             output = self.programs.forward(batch)
             if output is not None:
                 return output
-        return ragged_pass(self.weights, self.store, batch)
+        return run_ragged(self.weights, self.store, batch)
 
     @torch.inference_mode()
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
@@ -207,7 +207,7 @@ class TorchModel(StoredModel):
         weights = replace(self.weights, layers=self.weights.layers[:num_layers])
         programs = None
         if self.programs is not None:
-            programs = _programs_over(weights, self.store, self.programs.recorder)
+            programs = _build_programs(weights, self.store, self.programs.recorder)
         return TorchModel(weights=weights, store=self.store, programs=programs)
 
 
@@ -224,11 +224,13 @@ def build_torch_model(
     store = ContiguousKVStore(geometry, device)
     if recorder is None and device.type == "cuda":
         recorder = CudaRecorder(device)
-    programs = None if recorder is None else _programs_over(weights, store, recorder)
+    programs = None if recorder is None else _build_programs(weights, store, recorder)
     return TorchModel(weights=weights, store=store, programs=programs)
 
 
-def _programs_over(weights: Weights, store: ContiguousKVStore, recorder: GraphRecorder) -> Programs:
+def _build_programs(
+    weights: Weights, store: ContiguousKVStore, recorder: GraphRecorder
+) -> Programs:
     geometry = store.geometry
     attend_rows, elementwise = kernels_for(store.device)
     passes = RectanglePass(
@@ -241,5 +243,5 @@ def _programs_over(weights: Weights, store: ContiguousKVStore, recorder: GraphRe
         passes=passes,
         recorder=recorder,
         limits=limits,
-        unrecorded=partial(ragged_pass, weights, store),
+        unrecorded=partial(run_ragged, weights, store),
     )

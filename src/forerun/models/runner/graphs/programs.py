@@ -22,10 +22,10 @@ from forerun.models.runner.graphs.layers import (
     Pass,
     Rotation,
     Weights,
-    features_buffer,
-    heads_of,
+    allocate_features,
+    compute_rotation,
     logits_of,
-    rotation_at,
+    split_heads,
 )
 from forerun.models.runner.graphs.rectangle import Inputs, PassShape, Rows, ShapeLimits, shape_of
 
@@ -41,7 +41,7 @@ class RaggedAttention:
     def __call__(
         self, index: int, layer: LayerWeights, qkv: Float[Tensor, "rows qkv_rows"]
     ) -> Float[Tensor, "rows query_rows"]:
-        heads = heads_of(self.decoder, layer, qkv, self.rotation)
+        heads = split_heads(self.decoder, layer, qkv, self.rotation)
         query, key, value = (part.transpose(0, 1)[None] for part in heads)
         scaling = self.decoder.architecture.head_dim**-0.5
         self.plan.write(index, key, value)
@@ -49,9 +49,9 @@ class RaggedAttention:
         return attended.reshape(len(qkv), -1)
 
 
-def ragged_pass(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> ModelOutput:
+def run_ragged(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> ModelOutput:
     """Stage the rows of a pass and run it without a recording."""
-    features = features_buffer(weights, len(batch.tokens), batch.feature_layers)
+    features = allocate_features(weights, len(batch.tokens), batch.feature_layers)
     decoder = weights.decoder
     groups = decoder.architecture.num_heads // decoder.architecture.num_kv_heads
     rows = Pass(
@@ -59,7 +59,7 @@ def ragged_pass(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> 
         wanted=batch.logit_rows,
         attend=RaggedAttention(
             decoder=decoder,
-            rotation=rotation_at(decoder, batch.positions),
+            rotation=compute_rotation(decoder, batch.positions),
             plan=plan_pass(batch.spans, store, groups),
         ),
         elementwise=Elementwise(),
@@ -110,22 +110,22 @@ class RectanglePass:
         sequences = torch.arange(bucket.num_sequences, device=inputs.tokens.device)
         last = (sequences + 1) * bucket.num_rows - 1
         logits = self.logits(inputs.rows, inputs.tokens, last)
-        tokens = most_likely(logits, vocab_size, inputs.original)
+        tokens = pick_most_likely(logits, vocab_size, inputs.original)
         chain = [tokens]
         for depth in range(num_tokens - 1):
-            logits = self.logits(_next_rows(inputs.rows, depth), tokens, sequences)
-            tokens = most_likely(logits, vocab_size, inputs.original)
+            logits = self.logits(_list_next(inputs.rows, depth), tokens, sequences)
+            tokens = pick_most_likely(logits, vocab_size, inputs.original)
             chain.append(tokens)
         return torch.stack(chain, dim=1)
 
 
-def most_likely(
+def pick_most_likely(
     logits: Float[Tensor, "sequences vocab"], vocab_size: int, original: Int64[Tensor, " sequences"]
 ) -> Int64[Tensor, " sequences"]:
     return logits[:, :vocab_size].argmax(dim=-1).index_select(0, original)
 
 
-def _next_rows(rows: Rows, depth: int) -> Rows:
+def _list_next(rows: Rows, depth: int) -> Rows:
     """Return one row per sequence, `depth` positions after its first draft position."""
     bucket = PassShape(
         num_sequences=rows.bucket.num_sequences,
@@ -253,7 +253,7 @@ class Programs:
         if bucket is None or program is None:
             return None
         logits = program.run(batch)[:num_wanted].clone()
-        output = ModelOutput(logits=logits, features=program.inputs.packed_features(batch))
+        output = ModelOutput(logits=logits, features=program.inputs.pack_features(batch))
         if num_wanted and bucket not in self._trusted:
             expected = self.unrecorded(batch)
             distance = disagreement(logits, expected.logits)
@@ -290,7 +290,7 @@ class Programs:
     def _record(self, shape: PassShape | ChainShape, batch: RowBatch) -> Program:
         started_s = time.perf_counter()
         bucket = shape if isinstance(shape, PassShape) else shape.bucket
-        features = features_buffer(
+        features = allocate_features(
             self.passes.weights, bucket.num_sequences * bucket.num_rows, bucket.feature_layers
         )
         inputs = Inputs(bucket, batch.tokens.device, features)

@@ -68,7 +68,7 @@ class Inputs:
             end=end,
         )
 
-    def packed_features(self, batch: RowBatch) -> Float[Tensor, "rows layers hidden"] | None:
+    def pack_features(self, batch: RowBatch) -> Float[Tensor, "rows layers hidden"] | None:
         if self.features is None:
             return None
         return self.features.index_select(0, self._place[: len(batch.tokens)])
@@ -156,11 +156,11 @@ def shape_of(
         num_sequences=num_sequences,
         num_rows=num_rows,
         num_wanted=num_sequences if num_wanted <= len(spans) else num_sequences * num_rows,
-        num_keys=padded_keys(furthest, limits.num_keys),
+        num_keys=pad_keys(furthest, limits.num_keys),
     )
 
 
-def padded_keys(count: int, most: int) -> int:
+def pad_keys(count: int, most: int) -> int:
     """Round up to the next of a geometric series of sizes."""
     size = MIN_KEYS
     while size < count:
@@ -192,7 +192,7 @@ def table_of(spans: Sequence[Span], bucket: PassShape) -> list[int]:
     for original in originals:
         span = spans[original]
         rows = [min(row, span.num_rows - 1) for row in range(num_rows)]
-        seen = visible_bits(span)
+        seen = pack_visible(span)
         source += [firsts[original] + row for row in rows]
         index += [span.start + row for row in rows]
         visible += [seen[row] for row in rows]
@@ -202,7 +202,7 @@ def table_of(spans: Sequence[Span], bucket: PassShape) -> list[int]:
     return [*place, *source, *index, *visible, *slots, *starts, *ends, *originals]
 
 
-def visible_bits(span: Span) -> list[int]:
+def pack_visible(span: Span) -> list[int]:
     """Return, per row of a span, a 64-bit integer whose bit j is set if the row sees row j."""
     chain = [
         (1 << (row + 1 if span.causal else span.num_chain)) - 1 for row in range(span.num_chain)

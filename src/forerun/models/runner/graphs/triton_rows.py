@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
-from forerun.models.runner.graphs.layers import Elementwise, Rotation, rotation_at
+from forerun.models.runner.graphs.layers import Elementwise, Rotation, compute_rotation
 from forerun.models.runner.graphs.rectangle import Rows
 from forerun.models.runner.graphs.triton_kernels import (
     attend_kernel,
@@ -132,8 +132,8 @@ class TritonAttention:
         """Attend to every chunk of keys separately, then combine the chunks of each row."""
         sizes, rows, bucket = self.decoder.architecture, self.rows, self.rows.bucket
         groups, num_kv_heads = sizes.num_heads // sizes.num_kv_heads, sizes.num_kv_heads
-        block_rows, num_tiles = _tiles_of(groups * bucket.num_rows)
-        chunk = chunk_of(bucket.num_keys)
+        block_rows, num_tiles = _count_tiles(groups * bucket.num_rows)
+        chunk = choose_chunk(bucket.num_keys)
         num_chunks = triton.cdiv(bucket.num_keys, chunk)
         shape = (bucket.num_sequences, num_kv_heads, num_chunks, num_tiles * block_rows)
         block_d = max(16, triton.next_power_of_2(sizes.head_dim))
@@ -184,17 +184,17 @@ class TritonAttention:
         return attended
 
 
-def _tiles_of(num_folded: int) -> tuple[int, int]:
+def _count_tiles(num_folded: int) -> tuple[int, int]:
     block_rows = min(MAX_BLOCK_ROWS, max(MIN_BLOCK_ROWS, triton.next_power_of_2(num_folded)))
     return block_rows, triton.cdiv(num_folded, block_rows)
 
 
-def chunk_of(num_keys: int) -> int:
+def choose_chunk(num_keys: int) -> int:
     """Return the keys per attention program, a multiple of the keys that it loads at once."""
     fewest = max(MIN_CHUNK, triton.cdiv(num_keys, MAX_CHUNKS))
     return int(triton.cdiv(fewest, MAX_BLOCK_KEYS)) * MAX_BLOCK_KEYS
 
 
 def triton_attention(decoder: Decoder, store: ContiguousKVStore, rows: Rows) -> TritonAttention:
-    rotation = rotation_at(decoder, rows.positions.flatten())
+    rotation = compute_rotation(decoder, rows.positions.flatten())
     return TritonAttention(decoder=decoder, store=store, rows=rows, rotation=rotation)
