@@ -20,20 +20,20 @@ from torch import Tensor
 from forerun.control.base import Plan
 from forerun.drafters.base import (
     FAILURES,
+    ChainDraft,
     Drafter,
     DraftRequest,
     Pause,
     StepOutcome,
 )
 from forerun.drafters.config import DrafterName, NamedDrafter
-from forerun.drafters.draft_model import DraftModel, SelfDraft
-from forerun.drafters.eagle3.drafter import Eagle3Drafter
+from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.eagle3.head import is_eagle3
 from forerun.drafters.recycling import RecyclingDrafter
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import DrafterError, InvalidRequest
 from forerun.models.architecture import QUANTISED
-from forerun.models.base import LanguageModel, LayeredModel, QuantisableModel
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.mtp_layout import open_module
 from forerun.sampling.proposal import Proposal
@@ -44,10 +44,6 @@ MAX_DIGITS = 12
 """Most digits of a number after a colon."""
 MAX_FAILED = 4096
 """Latest failures that are remembered; a bound on memory alone."""
-
-
-IN_KERNELS = (DraftModel, SelfDraft, Eagle3Drafter)
-"""Drafters whose chains the CPU kernels draft; other heads are draft models, too."""
 
 
 class SeveralDrafters(Drafter):
@@ -101,24 +97,14 @@ class SeveralDrafters(Drafter):
             self._drafted_by[request.request_id] = plan.method
         return answers
 
-    def model_of(self, request_id: str, method: str) -> DraftModel | None:
-        """Return the draft model of a method if kernels may run its drafting.
-
-        They may where every drafter is a draft model or an EAGLE-3 head, or copies from the text;
-        others need to be called at every step.
-        """
-        if any(type(d) not in (*IN_KERNELS, SuffixDrafter) for d in self.drafters.values()):
+    def chain_draft(self, request_id: str, plan: Plan) -> ChainDraft | None:
+        if plan.method not in self.drafters or (request_id, plan.method) in self._failed:
             return None
-        drafter = self.drafters.get(method)
-        if not isinstance(drafter, DraftModel) or (request_id, method) in self._failed:
-            return None
-        return drafter
+        return self.drafters[plan.method].chain_draft(request_id, plan)
 
     def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
-        drafter = self.drafters[plan.method]
-        assert isinstance(drafter, DraftModel)
         self._drafted_by[request_id] = plan.method
-        return drafter.note_chain(request_id, plan, tokens, num_levels)
+        return self.drafters[plan.method].note_chain(request_id, plan, tokens, num_levels)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Pass every outcome to every drafter, with the proposal to the one that made it."""
@@ -198,19 +184,16 @@ def _self_draft(argument: str, target: LanguageModel) -> Drafter:
     name = f"self:{argument}"
     weights = next((weights for weights in QUANTISED if weights == argument), None)
     if weights is not None:
-        if not isinstance(target, QuantisableModel):
-            raise InvalidRequest(
-                f"{name} needs the native runner, which quantises the target's weights; "
-                f"{type(target).__name__} cannot: choose another draft"
-            )
-        return SelfDraft(target.in_fewer_bits(weights), target.vocab_size, name)
-    first = parse_num_layers(argument, target.num_layers)
-    if not isinstance(target, LayeredModel):
+        model, missing = target.in_fewer_bits(weights), "the native runner, to quantise its weights"
+    else:
+        first = parse_num_layers(argument, target.num_layers)
+        model, missing = target.first_layers(first), "a runner that can run its first layers alone"
+    if model is None:
         raise InvalidRequest(
-            f"{name} needs the target's first layers alone, which {type(target).__name__} "
-            "cannot run; choose another runner or another draft"
+            f"{name} needs {missing}; {type(target).__name__} cannot: choose another runner or "
+            "another draft"
         )
-    return SelfDraft(target.first_layers(first), target.vocab_size, name)
+    return SelfDraft(model, target.vocab_size, name)
 
 
 def parse_num_layers(argument: str, num_target_layers: int) -> int:

@@ -52,7 +52,6 @@ from forerun.models.base import (
     Context,
     LanguageModel,
     ModelOutput,
-    QuantisableModel,
     RowBatch,
     Span,
     StoredModel,
@@ -397,7 +396,7 @@ def facts_of(
         dtype, element_bytes = str(stored.dtype).removeprefix("torch."), stored.dtype.itemsize
         kv_bytes = stored.architecture.kv_token_elements * element_bytes
         folder = ModelFiles.find(name).folder if has_files else None
-        if isinstance(model, QuantisableModel) and (folder is None or folder.is_file()):
+        if model.bytes_read is not None and (folder is None or folder.is_file()):
             pass_bytes = model.bytes_read
         else:
             num_read = model.num_parameters
