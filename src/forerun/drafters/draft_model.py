@@ -32,7 +32,8 @@ from forerun.drafters.tree_growth import (
     invalid_probs,
     token_paths,
 )
-from forerun.errors import DrafterError
+from forerun.errors import DrafterError, InvalidRequest
+from forerun.models.architecture import QUANTISED
 from forerun.models.base import (
     Context,
     LanguageModel,
@@ -45,6 +46,9 @@ from forerun.sampling.config import Choice
 from forerun.sampling.processors import failed_rows
 from forerun.sampling.proposal import Assurance, Proposal
 from forerun.theory.tree import TokenTree
+
+MAX_DIGITS = 12
+"""Most digits of a number after a colon."""
 
 
 class DraftModel(Drafter):
@@ -332,3 +336,40 @@ class TargetKVView(Context):
 
     def commit(self, rows: Sequence[int]) -> None:
         """Do nothing: the target commits its own rows, and the draft's are the same rows."""
+
+
+def build_self_draft(argument: str, target: LanguageModel) -> SelfDraft:
+    """Build `self:N`, the target's first N layers, or `self:int4`, all of it in fewer bits."""
+    name = f"self:{argument}"
+    weights = next((weights for weights in QUANTISED if weights == argument), None)
+    if weights is not None:
+        model, missing = target.in_fewer_bits(weights), "the native runner, to quantise its weights"
+    else:
+        model, missing = (
+            target.first_layers(int(argument)),
+            "a runner that can run its first layers alone",
+        )
+    if model is None:
+        raise InvalidRequest(
+            f"{name} needs {missing}; {type(target).__name__} cannot: choose another runner or "
+            "another draft"
+        )
+    return SelfDraft(model, target.vocab_size, name)
+
+
+def check_self_draft(argument: str, num_target_layers: int) -> None:
+    """Refuse an argument of `self` that is no weight format and no number of layers."""
+    if argument in QUANTISED:
+        return
+    name = f"self:{argument:.40}"
+    if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
+        raise InvalidRequest(
+            f"there is no draft {name}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
+            "for all of the target in fewer bits, or self:N for its first N layers"
+        )
+    number = int(argument)
+    if not 0 < number < num_target_layers:
+        raise InvalidRequest(
+            f"{name} drafts with {number} of the target's {num_target_layers} layers; give a "
+            f"number from 1 to {num_target_layers - 1}, as in self:{max(1, num_target_layers // 4)}"
+        )

@@ -107,6 +107,11 @@ class MTPDrafter(Eagle3Drafter):
     method = "mtp"
 
 
+def check_mtp(argument: str, num_target_layers: int) -> None:
+    """Refuse a model that is missing or ships no such module."""
+    open_module(argument)
+
+
 def load_mtp(argument: str, target: LanguageModel) -> MTPDrafter:
     """Load the first MTP module in a target's own folder.
 
