@@ -137,9 +137,11 @@ class Drafter(ABC):
         max_width: the most children per node that are proposed; controllers plan trees only for
             drafters that have more than 1.
         reads_text: whether the whole text of a request is processed before its first draft.
+        model: the language model that continues the target's token ids; None without one.
     """
 
     method: str
+    model: LanguageModel | None = None
     required_features: tuple[int, ...] = ()
     required_top_k: int = 0
     max_width: int = 1

@@ -58,6 +58,7 @@ class DraftModel(Drafter):
     max_width = MAX_WIDTH
     reads_text = True
     drafts_in_cycles = True
+    model: LanguageModel
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.vocab_size = vocab_size

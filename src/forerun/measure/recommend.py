@@ -19,8 +19,8 @@ from statistics import median
 
 from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState
 from forerun.control.named import FixedController
+from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
-from forerun.drafters.draft_model import DraftModel
 from forerun.engine.auto_drafts import COPIER, fitting_models
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -382,9 +382,9 @@ def _try(
     return trial, steps
 
 
-def _parameters(drafter: object, target: Engine) -> int | None:
+def _parameters(drafter: Drafter, target: Engine) -> int | None:
     """Return the parameters of a draft model; None for a drafter that reads the target's own."""
-    model = drafter.model if isinstance(drafter, DraftModel) else None
+    model = drafter.model
     return None if model is None or model is target.target else model.num_parameters
 
 
