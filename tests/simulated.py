@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Capacity, Controller, DecisionReuse, Plan, RequestState
 from forerun.theory.cost import CostLine, CostTable
 from forerun.theory.record import StepRecord
 from forerun.theory.speedup import constant_acceptance_length
@@ -77,10 +77,6 @@ class World:
     names: Sequence[str] = ("r",)
     noise: float = 0.0
     seed: int = 0
-    rests: bool = False
-    rest_left: int = 0
-    num_rested: int = 0
-    rested_s: float = 0.0
     slow: float = 1.0
     draft_slow: float = 1.0
     read_s: float = 0.0
@@ -94,31 +90,29 @@ class World:
         self.random = random.Random(self.seed)
         self.lengths = dict.fromkeys(self.names, self.num_prompt)
         self.read: dict[tuple[str, str], int] = {}
+        self.decisions: DecisionReuse[str] | None = None
+
+    def state(self, name: str) -> RequestState:
+        return RequestState(
+            request_id=name,
+            num_committed=self.lengths[name],
+            max_new=min(4000, self.num_prompt + self.num_output - self.lengths[name]),
+            temperature=1.0,
+        )
 
     def states(self) -> list[RequestState]:
-        return [
-            RequestState(
-                request_id=name,
-                num_committed=self.lengths[name],
-                max_new=min(4000, self.num_prompt + self.num_output - self.lengths[name]),
-                temperature=1.0,
-            )
-            for name in self.names
-        ]
+        return [self.state(name) for name in self.names]
 
     def step(self, controller: Controller) -> list[StepRecord]:
         """One step of all requests under the controller's plans."""
-        is_resting = self.rest_left > 0
-        if is_resting:
-            self.rest_left -= 1
-            plans = [Plan()] * len(self.names)
-        else:
-            if self.num_rested:
-                controller.rested(self.num_rested, self.rested_s)
-                self.num_rested, self.rested_s = 0, 0.0
-            plans = controller.decide(self.states(), CAPACITY)
-            if self.rests and not any(plan.num_speculative_tokens for plan in plans):
-                self.rest_left = controller.rest()
+        if self.decisions is None or self.decisions.controller is not controller:
+            self.decisions = DecisionReuse(controller, CAPACITY)
+        plans = self.decisions.plan([*self.names], self.state, is_whole=True)
+        if any(
+            plan.shape.depth >= self.state(name).max_new
+            for name, plan in zip(self.names, plans, strict=True)
+        ):
+            self.decisions.end()
         drafted = [(plan.method, plan.num_speculative_tokens) for plan in plans]
         draft_s, verify_s, other_s = self.times(drafted)
         draft_s += self.read_s * sum(
@@ -133,11 +127,10 @@ class World:
         self.clock_s += draft_s + verify_s + other_s
         self.cycle += 1
         self.records += records
-        if is_resting:
-            self.num_rested += 1
-            self.rested_s += draft_s + verify_s + other_s
-        else:
+        if self.decisions.is_observed:
             controller.observe(records)
+        else:
+            self.decisions.skip(draft_s + verify_s + other_s)
         return records
 
     def times(self, drafted: Sequence[tuple[str, int]]) -> tuple[float, float, float]:
@@ -203,7 +196,7 @@ class World:
     def serve(self, controller: Controller, name: str) -> float:
         """Seconds of a new request, from its prompt to its last token."""
         self.names, self.lengths = (name,), {name: self.num_prompt}
-        self.rest_left, start_s = 0, self.clock_s
+        start_s = self.clock_s
         while self.lengths[name] < self.num_prompt + self.num_output:
             self.step(controller)
         return self.clock_s - start_s

@@ -31,7 +31,7 @@ from tests.faulty import Faulty
 from tests.naive import naive_tokens
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
@@ -95,10 +95,10 @@ class RandomController(Controller):
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         most = min(MOST_K, capacity.max_rows // max(1, len(states)) - 1)
         ks = [self.rng.randint(0, most) for _ in states]
-        return [Plan.chain("draft_model" if k else "plain", k) for k in ks]
+        return Decision([Plan.chain("draft_model" if k else "plain", k) for k in ks])
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         pass

@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from forerun.errors import UnsupportedFeatures
-from forerun.models.base import ModelOutput, RowBatch, Span, chain_by_forward
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch, Span, chain_by_forward
 from forerun.models.kv_store import KVPrefix, KVStore
 
 NUM_LAYERS = 3
@@ -94,7 +94,7 @@ class TokenStore(KVStore):
         self._renew_features(layers, FEATURE_WIDTH, torch.float32, torch.device("cpu"))
 
 
-class TabularModel:
+class TabularModel(LanguageModel):
     """A LanguageModel whose next token depends on the last `order` tokens through a table.
 
     Args:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forerun.control.acceptance import AcceptanceEstimates
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState
 from forerun.control.config import GoodputConfig
 from forerun.control.named import FixedController
 from forerun.engine.config import EngineConfig
@@ -53,14 +53,14 @@ class SharedBudget(Controller):
         self.per_request = per_request
         self.acceptance = AcceptanceEstimates(GoodputConfig())
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         """The nodes of highest survival."""
         curves = [
             self.acceptance.curve(state, METHOD, min(DEEPEST, state.max_new - 1)).survival
             for state in states
         ]
         depths = depths_within(curves, self.per_request * len(states))
-        return [Plan.chain(METHOD, depth) for depth in depths]
+        return Decision([Plan.chain(METHOD, depth) for depth in depths])
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn from the requests that drafted."""

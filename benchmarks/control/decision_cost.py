@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from forerun import Engine, EngineConfig, SamplingParams
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Capacity, Controller, DecisionReuse, Plan, RequestState
 from forerun.control.config import GoodputConfig
 from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
@@ -137,13 +137,14 @@ def outcome(plan: Plan, index: int, cycle: int, draws: Draws, step_s: float) -> 
 def measure(make: Callable[[], Controller], batch: int) -> tuple[float, float]:
     """Microseconds per request and step of deciding and of observing."""
     controller, draws = make(), Draws()
+    reuse: DecisionReuse[int] = DecisionReuse(controller, CAPACITY)
     lengths = [100] * batch
     decided: list[float] = []
     observed: list[float] = []
     for cycle in range(WARM_UP + BLOCKS * STEPS):
         states = states_of(lengths)
         start_s = time.perf_counter()
-        plans = controller.decide(states, CAPACITY)
+        plans = reuse.plan(range(batch), states.__getitem__, is_whole=True)
         decided.append(time.perf_counter() - start_s)
         step_s = PLAIN_S * (0.95 + 0.1 * draws.next())
         records = [outcome(p, at, cycle, draws, step_s) for at, p in enumerate(plans)]

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from forerun import Engine, EngineConfig, SamplingParams
+from forerun.models.base import ModelCycle
 from forerun.provenance import collect
 
 CASES = ((0, 0.0, 1), (4, 0.0, 1), (4, 1.0, 1), (4, 1.0, 8))
@@ -31,8 +32,7 @@ def watched(engine: Engine, spent_s: defaultdict[str, float]) -> None:
 
     The functions put around the methods count as Python, too.
     """
-    stepper, runner = engine.stepper, engine.stepper.cycles
-    assert runner is not None
+    stepper = engine.stepper
     inner_s = [0.0]
 
     def watch(owner: Any, name: str, part: str) -> None:
@@ -49,21 +49,24 @@ def watched(engine: Engine, spent_s: defaultdict[str, float]) -> None:
 
         setattr(owner, name, timed)
 
-    compute = runner._compute
+    run_cycles = engine.target.run_cycles
 
-    def computed(*args: Any) -> bool:
-        found = compute(*args)
-        for part, at in (("draft", 1), ("target", 2), ("verify", 3)):
-            spent_s[part] += sum(runner._times[at : 4 * runner._num_left : 4])
-        spent_s["take"] -= runner._call_s
-        spent_s["calls"] += runner._call_s
-        return found
+    def timed_cycles(*args: Any) -> list[ModelCycle]:
+        cycles = run_cycles(*args)
+        for cycle in cycles:
+            spent_s["draft"] += cycle.draft_s
+            spent_s["target"] += cycle.verify_s
+            spent_s["verify"] += cycle.other_s
+        call_s = sum(c.draft_s + c.verify_s + c.other_s for c in cycles)
+        inner_s[0] += call_s
+        spent_s["calls"] += call_s
+        return cycles
 
-    runner._compute = computed  # type: ignore[method-assign]
+    engine.target.run_cycles = timed_cycles  # type: ignore[method-assign]
     watch(stepper.scheduler, "schedule", "schedule")
     watch(stepper.scheduler, "assign_rows", "rows")
     watch(stepper, "_plan", "plan")
-    watch(runner, "take", "take")
+    watch(stepper, "_run_cycles", "take")
     watch(stepper, "_commit", "commit")
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Chain, Controller, Decision, Plan, RequestState, Tree
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
@@ -80,9 +80,9 @@ class Same(Controller):
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         """Return the plan for every request."""
-        return [self.plan] * len(states)
+        return Decision([self.plan] * len(states))
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn nothing."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # a name that is imported "as" itself is public
     from forerun.control.base import Capacity as Capacity
     from forerun.control.base import Chain as Chain
     from forerun.control.base import Controller as Controller
+    from forerun.control.base import Decision as Decision
     from forerun.control.base import MethodChoice as MethodChoice
     from forerun.control.base import Plan as Plan
     from forerun.control.base import RequestState as RequestState
@@ -43,7 +44,9 @@ if TYPE_CHECKING:  # a name that is imported "as" itself is public
     from forerun.theory.tree import TokenTree as TokenTree
 
 _NAMES = {
-    "forerun.control.base": "Capacity Chain Controller MethodChoice Plan RequestState Tree",
+    "forerun.control.base": (
+        "Capacity Chain Controller Decision MethodChoice Plan RequestState Tree"
+    ),
     "forerun.control.costs": "CostSource",
     "forerun.drafters.base": "DraftRequest Drafter Pause StepOutcome",
     "forerun.drafters.registry": "register_checkpoint",

@@ -19,7 +19,7 @@ from tests import foreign, tiny
 from tests.automaton import Automaton
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState, Tree
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.foreign import SharedTokenDraft, SharedTokenModel, TextDraft
@@ -355,12 +355,14 @@ class Restless(Controller):
         self.methods = methods
         self.told = 0
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         choices = [finalise(self.told + at) for at in range(len(states))]
-        return [
-            Plan.chain(self.methods[choice % len(self.methods)], choice // 7 % 4)
-            for choice in choices
-        ]
+        return Decision(
+            [
+                Plan.chain(self.methods[choice % len(self.methods)], choice // 7 % 4)
+                for choice in choices
+            ]
+        )
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         for record in records:

@@ -19,7 +19,7 @@ from tests import tiny
 from tests.tabular import TabularModel, TokenStore, tabular_features
 from torch import Tensor
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState, Tree
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.engine import verification
 from forerun.engine.engine import Engine
@@ -217,9 +217,9 @@ class Lying(FeatureTrees):
 class AlwaysTrees(Controller):
     """Plans the largest tree of this module at every step."""
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        return [Plan(method="feature_trees", shape=Tree(num_nodes=3, depth=2, width=2))] * len(
-            states
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
+        return Decision(
+            [Plan(method="feature_trees", shape=Tree(num_nodes=3, depth=2, width=2))] * len(states)
         )
 
     def observe(self, records: Sequence[StepRecord]) -> None:

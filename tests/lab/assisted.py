@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.control.acceptance import make_room
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState
 from forerun.theory.record import StepRecord
 
 
@@ -26,13 +26,15 @@ class HeuristicController(Controller):
         self.start_k = min(start_k, max_k)
         self._ks: dict[str, int] = {}
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         """Return every request's K as a plan, cut if a pass has too few rows for all requests."""
         share = capacity.nodes_each(len(states))
-        return [
-            plan_of(self.method, min(share, self._ks.get(state.request_id, self.start_k)))
-            for state in states
-        ]
+        return Decision(
+            [
+                plan_of(self.method, min(share, self._ks.get(state.request_id, self.start_k)))
+                for state in states
+            ]
+        )
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Update K of the requests whose planned tokens were drafted."""

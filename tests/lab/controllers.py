@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState
 from forerun.theory.record import StepRecord
 
 __all__ = ["Oscillating", "Pausing"]
@@ -27,7 +27,7 @@ class Oscillating(Controller):
         self.period = period
         self._num_steps: dict[str, int] = {}
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         """The K of the half period a request is in."""
         plans = []
         for state in states:
@@ -35,7 +35,7 @@ class Oscillating(Controller):
             self._num_steps[state.request_id] = steps + 1
             k = self.high if steps // self.period % 2 else self.low
             plans.append(Plan.chain(self.method, k) if k else Plan())
-        return plans
+        return Decision(plans)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn nothing."""
@@ -55,13 +55,13 @@ class Pausing(Controller):
         self.every = every
         self._num_steps: dict[str, int] = {}
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         """The plan, or none."""
         plans = []
         for state in states:
             steps = self._num_steps[state.request_id] = self._num_steps.get(state.request_id, 0) + 1
             plans.append(Plan() if steps % self.every == 0 else self.plan)
-        return plans
+        return Decision(plans)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Learn nothing."""

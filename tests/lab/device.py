@@ -18,7 +18,6 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from forerun.models.base import (
-    DraftsInOneCall,
     LanguageModel,
     LikelyTree,
     ModelOutput,
@@ -172,9 +171,10 @@ class DeviceModel(WrappedModel):
 class SampledDeviceModel(DeviceModel):
     """A DeviceModel over one that draws whole chains."""
 
+    drafts_in_one_call = True
+
     def sampled_chain(self, batch: RowBatch, *asked: Any, **named: Any) -> SampledTokens:
         """Run a sampled chain; it counts as one pass per drawn token."""
-        assert isinstance(self.model, DraftsInOneCall)
         begun_s = time.thread_time()
         drawn = self.model.sampled_chain(batch, *asked, **named)
         self.end(begun_s, batch, len(drawn.tokens))
@@ -184,7 +184,6 @@ class SampledDeviceModel(DeviceModel):
         self, batch: RowBatch, shapes: Sequence[tuple[int, int, int]], *asked: Any
     ) -> list[LikelyTree]:
         """Grow trees; it counts as one pass per level."""
-        assert isinstance(self.model, DraftsInOneCall)
         begun_s = time.thread_time()
         trees = self.model.likely_trees(batch, shapes, *asked)
         self.end(begun_s, batch, max(depth for _, depth, _ in shapes))
@@ -193,5 +192,5 @@ class SampledDeviceModel(DeviceModel):
 
 def on_device(model: LanguageModel, pace: Pace, device: Device, role: Role) -> LanguageModel:
     """The model on a device, with all that it can do."""
-    kind = SampledDeviceModel if isinstance(model, DraftsInOneCall) else DeviceModel
+    kind = SampledDeviceModel if model.drafts_in_one_call else DeviceModel
     return kind(model, pace, device, role)

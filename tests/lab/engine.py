@@ -13,7 +13,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.step import StepClock, StepEvent, Stepper
 from forerun.sampling.proposal import Verdict
-from forerun.theory.record import StepRecord
 
 __all__ = ["LabStepper", "VerdictChange", "lab_engine"]
 
@@ -63,7 +62,7 @@ class LabStepper(Stepper):
             config=engine.config,
             observers=engine.observers,
         )
-        self.cycles = None
+        self.max_cycles = 1
         self.change_verdict = change_verdict
         self.device = device
         self._device_clock: StepClock | None = None
@@ -81,12 +80,12 @@ class LabStepper(Stepper):
         fed: Sequence[ScheduledSequence],
         emitting: Sequence[ScheduledSequence],
         clock: StepClock,
-    ) -> list[StepRecord]:
+    ) -> None:
         if self.change_verdict is not None:
             for entry in emitting:
                 assert entry.logits is not None
                 entry.verdict = self.change_verdict(entry, entry.logits)
-        return super()._commit(fed, emitting, self._device_clock or clock)
+        super()._commit(fed, emitting, self._device_clock or clock)
 
 
 def lab_engine(*, change_verdict: VerdictChange | None, device: Device, **parts: Any) -> Engine:

@@ -66,7 +66,7 @@ def eagle3_drafter(lab: Lab, layers: tuple[int, ...] | None = None, **flags: boo
     drafter = Eagle3Drafter(
         model_of(head, target), layers or head.config.feature_layers, target.vocab_size
     )
-    drafter.use(lab.draft_model(drafter.model))
+    drafter.model = lab.draft_model(drafter.model)
     return drafter
 
 

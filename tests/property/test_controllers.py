@@ -81,7 +81,7 @@ def played(
     """The plans of a story."""
     told = []
     for cycle, fate in enumerate(fates):
-        plans = controller.decide(states, capacity)
+        plans = controller.decide(states, capacity).plans
         told.append(plans)
         records = [
             happened(plan, state, each, cycle)

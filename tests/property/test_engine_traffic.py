@@ -19,7 +19,7 @@ from tests import tiny
 from tests.naive import naive_tokens
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState, Tree
 from forerun.drafters.config import SuffixConfig
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.recycling import RecyclingDrafter
@@ -140,8 +140,10 @@ METHODS = ("draft_model", "recycling", "suffix")
 class RandomShapes(Controller):
     """Plans chains, trees and drafters by the number of tokens that requests have."""
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        return [self.plan(finalise(state.num_committed + 97 * len(states))) for state in states]
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
+        return Decision(
+            [self.plan(finalise(state.num_committed + 97 * len(states))) for state in states]
+        )
 
     def plan(self, bits: int) -> Plan:
         num_nodes, depth, width = 1 + bits % 7, 1 + (bits >> 8) % 5, 1 + (bits >> 16) % 4

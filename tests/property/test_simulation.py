@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forerun.control.base import Controller, Plan
+from forerun.control.base import Controller, Decision, Plan
 from forerun.plan.simulation import Times, serve
 from forerun.plan.workload import (
     Constant,
@@ -42,7 +42,7 @@ class Erratic(Controller):
             k = self.depths[self.count % len(self.depths)]
             self.count += 1
             plans.append(Plan.chain("draft_model" if k else "plain", k))
-        return plans
+        return Decision(plans)
 
     def observe(self, records):
         for record in records:

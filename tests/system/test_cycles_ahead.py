@@ -14,17 +14,18 @@ from tests.heads import eagle3_drafter, eagle3_head
 from tests.natives import native_model
 from tests.system.test_engine_identity import REQUESTS
 
-from forerun.control.base import Controller, Plan
+from forerun.control.base import Controller, Decision, Plan
 from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.registry import SeveralDrafters
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.engine import cycles
 from forerun.engine.config import EngineConfig, RequestTerms
-from forerun.engine.cycles import CycleRunner
 from forerun.engine.engine import Engine
 from forerun.engine.loading import default_controller
 from forerun.engine.observing import EmittedRecords
+from forerun.engine.step import CycleClock, Stepper
 from forerun.errors import NumericalError
+from forerun.models.runner import cycles
+from forerun.models.runner.cycles import CycleCalls
 from forerun.sampling.config import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -63,15 +64,14 @@ def target():
 def taken(monkeypatch):
     """Steps that were taken from cycles computed ahead."""
     found = []
-    take = CycleRunner.take
+    commit = Stepper._commit
 
-    def counted(self, scheduled, num_same):
-        cycle = take(self, scheduled, num_same)
-        if cycle is not None:
-            found.append(len(scheduled))
-        return cycle
+    def counted(self, fed, emitting, clock):
+        if isinstance(clock, CycleClock):
+            found.append(len(fed))
+        commit(self, fed, emitting, clock)
 
-    monkeypatch.setattr(CycleRunner, "take", counted)
+    monkeypatch.setattr(Stepper, "_commit", counted)
     return found
 
 
@@ -218,15 +218,13 @@ class Alternating(Controller):
 
     def __init__(self, first="draft_model"):
         self.first = first
-        self.num_decided = self.place = 0
+        self.num_decided = 0
 
     def decide(self, states, capacity):
         self.num_decided += 1
-        self.place = self.num_decided % 7
-        return [Plan.chain(self.first if self.place < 4 else "suffix", 3) for _ in states]
-
-    def num_held(self):
-        return 3 - self.place if self.place < 4 else 6 - self.place
+        is_first = self.num_decided % 2
+        plans = [Plan.chain(self.first if is_first else "suffix", 3) for _ in states]
+        return Decision(plans, 4 if is_first else 3)
 
     def observe(self, records):
         pass
@@ -239,7 +237,7 @@ def test_a_draft_model_beside_a_suffix_drafter(target, taken, rule):
 
     def found(ahead):
         both = {"draft_model": tiny.drafting(model(jitter=0.02)), "suffix": SuffixDrafter()}
-        options = {"controller": Alternating(), "ahead": ahead}
+        options = {"controller": Alternating(), "ahead": ahead, "sharing": "none"}
         return run(target, None, requests, drafter=SeveralDrafters(both), **options)
 
     expected = found(ahead=False)
@@ -250,14 +248,14 @@ def test_a_draft_model_beside_a_suffix_drafter(target, taken, rule):
 
 def test_no_cycle_is_computed_beyond_the_pause_of_a_drafter(target, taken, monkeypatch):
     """It would be discarded when the drafter is asked again."""
-    computed, compute = [], CycleRunner._compute
+    computed, run_cycles = [], CycleCalls.run
 
-    def counted(self, scheduled, most):
-        found = compute(self, scheduled, most)
-        computed.append(self._num_left if found else 0)
+    def counted(self, batch, most):
+        found = run_cycles(self, batch, most)
+        computed.append(len(found))
         return found
 
-    monkeypatch.setattr(CycleRunner, "_compute", counted)
+    monkeypatch.setattr(CycleCalls, "run", counted)
     engine = tiny.engine_over(target, SuffixDrafter(), k=3)
     engine.generate([tiny.PROMPTS[0]], replace(BASE, max_tokens=60, temperature=1.7))
     assert len(taken) > 10
@@ -332,11 +330,8 @@ class Pausing(Controller):
 
     def decide(self, states, capacity):
         self.num_decided += 1
-        k = 3 if self.num_decided % 5 < 2 else 0
-        return [Plan.chain("eagle3", k) if k else Plan() for _ in states]
-
-    def num_held(self):
-        return 1
+        k = 3 if self.num_decided % 2 else 0
+        return Decision([Plan.chain("eagle3", k) if k else Plan() for _ in states], 2 if k else 3)
 
     def observe(self, records):
         pass
@@ -364,47 +359,17 @@ def test_a_head_in_batches_that_change(shipped, taken, rule, changes):
 
 def test_features_of_other_layers_change_the_drafts(shipped, taken, monkeypatch):
     expected = with_head(shipped, "greedy", ahead=False)
-    put = CycleRunner._put_features
+    put = CycleCalls._put_features
 
     def wrong(self):
         put(self)
         self._layers.reverse()
 
-    monkeypatch.setattr(CycleRunner, "_put_features", wrong)
+    monkeypatch.setattr(CycleCalls, "_put_features", wrong)
     texts, records = with_head(shipped, "greedy", ahead=True)
     assert taken
     assert texts == expected[0]
     assert records != expected[1]
-
-
-class Overstated(Controller):
-    """Another K at every step, although the plans are said to stay."""
-
-    def __init__(self):
-        self.num_decided = 0
-
-    def decide(self, states, capacity):
-        self.num_decided += 1
-        return [Plan.chain("draft_model", 1 + self.num_decided % 2) for _ in states]
-
-    def num_held(self):
-        return 7
-
-    def observe(self, records):
-        pass
-
-
-def test_a_request_joins_although_the_plans_change_at_every_step(target, taken):
-    drafter = tiny.drafting(model(jitter=0.02))
-    engine = tiny.engine_over(target, drafter, controller=Overstated(), cycles_per_call=8)
-    engine.add_request("x", replace(BASE, max_tokens=80))
-    for _ in range(3):
-        engine.step()
-    assert taken
-    assert engine.has_unfinished  # which one call after another would have brought to its end
-    second = engine.add_request(tiny.PROMPTS[1], replace(BASE, max_tokens=1))
-    emitted = [chunk.request_id for _ in range(4) for chunk in engine.step()]
-    assert second in emitted
 
 
 @pytest.mark.parametrize("stop", [(), ("no such text",)])
@@ -438,16 +403,16 @@ def test_a_stop_string_ends_a_request_in_the_middle_of_a_call(target, taken):
 def test_an_interrupt_between_cycles_leaves_the_engine_whole(target, monkeypatch):
     engine = tiny.engine_over(target, tiny.drafting(model(jitter=0.02)), cycles_per_call=8)
     expected = engine.generate([tiny.PROMPTS[0]], BASE)[0].token_ids
-    take, calls = CycleRunner.take, []
+    take, calls = Stepper._take, []
 
-    def interrupted(self, scheduled, num_same):
+    def interrupted(self, *args):
         calls.append(1)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGINT)
-        return take(self, scheduled, num_same)
+        return take(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CycleRunner, "take", interrupted)
+        patch.setattr(Stepper, "_take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([tiny.PROMPTS[0]], BASE)
     assert engine.generate([tiny.PROMPTS[0]], BASE)[0].token_ids == expected
@@ -481,37 +446,17 @@ def test_a_member_that_is_described_wrongly_is_noticed(target, taken, monkeypatc
 
 
 class Rotating(Controller):
-    """Plans that differ by request, and change in turn after a number of steps each.
+    """Plans that differ by request, and change in turn after a number of steps each."""
 
-    With `overstates` they are said to stay for longer than they do, so that cycles that were
-    computed ahead have to be discarded.
-    """
-
-    def __init__(self, turns, *, overstates=False):
+    def __init__(self, turns):
         self.turns = turns
-        self.overstates = overstates
         self.num_decided = 0
 
-    def _turn(self):
-        """The plans of this step, and for how many steps they stay, this one included."""
-        at = (self.num_decided - 1) % sum(num_steps for num_steps, _ in self.turns)
-        for num_steps, plans in self.turns:
-            if at < num_steps:
-                return plans, num_steps - at
-            at -= num_steps
-        raise AssertionError
-
     def decide(self, states, capacity):
+        num_steps, plans = self.turns[self.num_decided % len(self.turns)]
         self.num_decided += 1
-        plans, _ = self._turn()
         numbers = [int(state.request_id.rpartition("-")[2]) for state in states]
-        return [plans[number % len(plans)] for number in numbers]
-
-    def num_held(self):
-        return 7 if self.overstates else self._turn()[1] - 1
-
-    def observe(self, records):
-        pass
+        return Decision([plans[number % len(plans)] for number in numbers], num_steps)
 
 
 def four_requests(rule, max_tokens=80):
@@ -558,7 +503,7 @@ def test_a_member_that_drafts_less_shares_the_passes_up_to_its_context(target, t
         return tiny.drafting(shorts[-1])
 
     def controller():
-        return Rotating([(1, plans)], overstates=True)
+        return Rotating([(7, plans)])
 
     records = same_under(controller, target, drafter, four_requests(rule), taken)
     assert len(taken) > 3
@@ -567,9 +512,8 @@ def test_a_member_that_drafts_less_shares_the_passes_up_to_its_context(target, t
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("overstates", [False, True])
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "block", "walk"])
-def test_two_draft_models_of_different_contexts(target, taken, rule, overstates):
+def test_two_draft_models_of_different_contexts(target, taken, rule):
     """Requests take turns with them, together and apart; each has slots in its own store."""
     one, two = Plan.chain("draft_model", 3), Plan.chain("other", 3)
     turns = [(4, [one]), (2, [one, two]), (4, [two]), (2, [two, one, one, two])]
@@ -581,7 +525,7 @@ def test_two_draft_models_of_different_contexts(target, taken, rule, overstates)
         )
 
     def controller():
-        return Rotating(turns, overstates=overstates)
+        return Rotating(turns)
 
     records = same_under(controller, target, drafter, four_requests(rule), taken)
     assert len(taken) > 5
@@ -666,37 +610,4 @@ def test_more_cycles_than_the_chains_of_one_buffer(target, taken):
     """
     requests = four_requests("block", 60) * 2
     same(target, model(jitter=0.3), requests, taken, k=1, max_batch=1, sharing="none")
-    assert len(taken) > 2 * cycles._Chains.num_cycles
-
-
-class ReadsLogits:
-    """An observer for which steps are taken one by one."""
-
-    wants_logits = True
-    is_required = True
-
-    def observe(self, step):
-        pass
-
-
-@pytest.mark.parametrize("rule", ["greedy", "coupled", "block"])
-def test_cycles_computed_before_other_steps_are_not_taken_after_them(target, monkeypatch, rule):
-    """While an observer reads logits no cycles are taken; those computed before are out of date."""
-    monkeypatch.setattr(CycleRunner, "is_ahead_of", lambda self, running: False)
-
-    def text(ahead):
-        drafter = tiny.drafting(model(jitter=0.02))
-        engine = tiny.engine_over(target, drafter, cycles_per_call=8 if ahead else 1)
-        name = engine.add_request(*four_requests(rule)[0])
-        for at in range(7):
-            if at == 3:
-                assert engine.stepper.cycles._num_left > 0 if ahead else True
-                engine.observers.append(ReadsLogits())
-            if at == 5:
-                engine.observers.pop()
-            engine.step()
-        while engine.has_unfinished:
-            engine.step()
-        return engine.take_output(name).token_ids
-
-    assert text(ahead=True) == text(ahead=False)
+    assert len(taken) > 2 * cycles.Chains.num_cycles

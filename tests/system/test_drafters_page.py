@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def test_the_examples_run(monkeypatch):
-    monkeypatch.setattr(registry, "_checkpoints", [])
+    monkeypatch.setattr(registry, "METHODS", [])
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert len(blocks) == 4
     assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 40

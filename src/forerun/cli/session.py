@@ -20,7 +20,6 @@ from forerun.control.base import MethodChoice, described
 from forerun.control.costs import CostSource
 from forerun.drafters.base import Drafter
 from forerun.drafters.config import NONE
-from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords, ObservedStep, StepObserver
@@ -125,7 +124,7 @@ def drafters_of(engine: Engine) -> Mapping[str, Drafter]:
     drafter = engine.drafter
     if drafter is None:
         return {}
-    return drafter.drafters if isinstance(drafter, SeveralDrafters) else {drafter.method: drafter}
+    return drafter.by_method()
 
 
 def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
@@ -316,7 +315,7 @@ class Session:
             total_s=self.ended_s - self.started_s,
             ttft_s=None if self.first_s is None else self.first_s - self.started_s,
         )
-        several = isinstance(self.engine.drafter, SeveralDrafters)
+        several = len(drafters_of(self.engine)) > 1
         return replace(figures, choices=self.engine.choices()) if several else figures
 
     def _trace_request(self, output: RequestOutput, params: SamplingParams) -> None:

@@ -1,10 +1,11 @@
-"""The contract of a controller: states of requests in, one plan per request out, records back."""
+"""The contract of a controller: states of requests in, plans for some steps out, records back."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 from forerun.errors import InvalidRequest
 from forerun.theory.record import StepRecord
@@ -134,6 +135,22 @@ class Capacity:
         return self.max_rows // max(1, num_requests) - 1
 
 
+class Decision(NamedTuple):
+    """What a controller decides: the plans of the next steps, and for how many steps they stay.
+
+    Attributes:
+        plans: one per state, in order.
+        num_steps: the controller is asked again after so many steps, or when the batch changes, or
+            when a plan had to be cut.
+        is_observed: False where `Controller.observe` needs the first of these steps alone; then no
+            records are made of the others, and `Controller.skip` receives how long they took.
+    """
+
+    plans: Sequence[Plan]
+    num_steps: int = 1
+    is_observed: bool = True
+
+
 class Controller(ABC):
     """Decides the plans of every step.
 
@@ -141,8 +158,8 @@ class Controller(ABC):
     """
 
     @abstractmethod
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """Return one plan per state, in order, for the requests that may draft in this step.
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
+        """Return one plan per state, in order, for the requests that may draft in the next steps.
 
         The engine shortens a plan to `max_new - 1` accepted tokens and to its own K. A request
         whose prompt is still being read, or whose drafter asked for a pause, takes part in the step
@@ -150,33 +167,83 @@ class Controller(ABC):
         """
 
     def observe(self, records: Sequence[StepRecord]) -> None:  # noqa: B027 (some learn nothing)
-        """Receive the records of the step in which the last plans were used.
+        """Receive the records of a step in which the last plans were used.
 
         Requests that were not among the states have a record too, once they emit tokens.
         """
 
-    def num_held(self) -> int:
-        """Return for how many further steps `decide` returns the last plans again.
-
-        That holds while the same requests run and each may emit more tokens than it drafts. If the
-        number is too large, steps that were computed ahead are discarded.
-        """
-        return 0
-
-    def rest(self) -> int:
-        """Return for how many further steps the last plans stay plain; called after `decide`.
-
-        During these steps, while the same requests run, the engine neither calls this controller
-        nor builds records for it.
-        """
-        return 0
-
-    def rested(self, num_steps: int, seconds: float) -> None:  # noqa: B027 (most never rest)
-        """Receive the number of steps that stayed plain, and what they took; before `decide`."""
+    def skip(self, num_steps: int, seconds: float) -> None:  # noqa: B027 (as above)
+        """Receive how many steps were not observed, and what they took; before `decide`."""
 
     def choices(self) -> list[MethodChoice]:
         """Return what was chosen so far, with the speed expected of every way of decoding."""
         return []
+
+
+Request = TypeVar("Request")
+
+
+class DecisionReuse(Generic[Request]):
+    """Asks a controller, and follows its decision for as many steps as it says.
+
+    Attributes:
+        num_left: steps for which the plans stay, after the present one.
+        is_observed: whether the controller receives the records of the present step.
+        drafts: whether one of the plans drafts.
+    """
+
+    def __init__(self, controller: Controller, capacity: Capacity) -> None:
+        self.controller = controller
+        self.capacity = capacity
+        self.num_left = 0
+        self.is_observed = True
+        self.drafts = False
+        self._decision, self._is_whole = Decision(()), False
+        self._requests: Sequence[Request] = ()
+        self._skipped: list[float] = []
+
+    def plan(
+        self,
+        requests: Sequence[Request],
+        describe: Callable[[Request], RequestState],
+        *,
+        is_whole: bool,
+    ) -> Sequence[Plan]:
+        """Return the plans of the requests for the next step, asked for or reused.
+
+        Args:
+            describe: called for every request where the controller is asked.
+            is_whole: whether no other requests take part in the step; the time of one in which they
+                do is not counted with those that are not observed.
+        """
+        lasts = self.num_left > 0 and self._is_whole
+        if lasts and (is_whole or self._decision.is_observed) and requests == self._requests:
+            self.advance()
+            return self._decision.plans
+        if self._skipped:
+            self.controller.skip(len(self._skipped), sum(self._skipped))
+            self._skipped = []
+        states = [describe(request) for request in requests]
+        decision = self._decision = self.controller.decide(states, self.capacity)
+        self.num_left, self._requests = max(0, decision.num_steps - 1), requests
+        self._is_whole = is_whole or decision.is_observed
+        self.is_observed = True
+        self.drafts = any([plan.num_speculative_tokens for plan in decision.plans])
+        return decision.plans
+
+    def end(self) -> None:
+        """Ask the controller again at the next step."""
+        self.num_left = 0
+
+    def advance(self) -> bool:
+        """Begin one more step with the present plans, and return whether it is observed."""
+        self.num_left -= 1
+        self.is_observed = self._decision.is_observed
+        return self.is_observed
+
+    def skip(self, seconds: float) -> None:
+        """Count a step that is not observed."""
+        self._skipped.append(seconds)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from forerun.control.base import (
     USUAL_WIDTH,
     Capacity,
     Controller,
+    Decision,
     MethodChoice,
     Plan,
     RequestState,
@@ -55,8 +56,8 @@ MOST_DOUBLED = 3
 """How often the limit on the charge of a probe doubles at most, once per lost probe."""
 COLD_STEPS = 1.0
 """What the plain steps after a draft take longer than others, together, in plain steps."""
-MOST_REST = 63
-"""Most consecutive plain steps without records; those of the others update the costs."""
+MOST_PLAIN = 64
+"""Most consecutive plain steps of a decision; the first of them updates the costs."""
 LOGGED_AFTER = 30
 """Consecutive plain steps after which the log reports that drafting was stopped."""
 NEAR_SHARE = 0.95
@@ -74,10 +75,10 @@ Times = Mapping[str, StepTimes]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ActivePlan:
-    """Plans that are reused for several steps, and the conditions under which they stay valid.
+    """What was decided last.
 
     Attributes:
-        plans: the same, or plans that measure others; this very list is returned in every step.
+        plans: the best, or plans that measure others.
         allocation: expected outcome of a step with the best plans.
         expected_gain: expected accepted tokens of a request in place of its probe.
         reuse: steps for which plans that draft are reused; it doubles while the best plans of these
@@ -93,16 +94,6 @@ class ActivePlan:
     allocation: Allocation
     expected_gain: float = 0.0
     reuse: int = 1
-    steps_left: int = 1
-
-    def serves(self, states: Sequence[RequestState], capacity: Capacity) -> bool:
-        """Whether requests and room are still those for which the plans were made."""
-        if self.max_rows != capacity.max_rows or len(states) != len(self.names):
-            return False
-        return all(
-            state.request_id == name and state.max_new > plan.shape.depth
-            for state, name, plan in zip(states, self.names, self.plans, strict=True)
-        )
 
 
 class GoodputController(Controller):
@@ -133,6 +124,7 @@ class GoodputController(Controller):
         self._active: ActivePlan | None = None
         self._backlog: list[tuple[Sequence[StepRecord], ActivePlan, Rest]] = []
         self._rest = NO_REST  # before the next records
+        self._lengths: dict[str, int] = {}  # tokens of requests after the last records
         self._probe_loss = 0.0
         self._num_lost = 0  # probes in a row, while decoding was plain
         self._reading_left = 0.0  # plain steps of one request, left for unproven reading
@@ -146,18 +138,16 @@ class GoodputController(Controller):
         self._is_logged = False
         self._chosen = {name: MethodChoice(method=name) for name in ("plain", *self.methods)}
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
-        """Return reused plans, or decide new ones; a small share of the plans are probes."""
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
+        """Return the best plans by the present estimates; a small share of the plans are probes."""
         if not states:
-            return []
-        active = self._active
-        if active is None or active.steps_left == 0 or not active.serves(states, capacity):
-            self._learn()
-            active = self._active = self._decide_anew(states, capacity)
-        active.states = states
-        active.steps_left -= 1
-        self._plain_left = max(0, self._plain_left - 1)
-        return active.plans
+            return Decision(())
+        self._learn()
+        active, num_steps = self._decide_anew(states, capacity)
+        self._active = active
+        # Plain steps between drafts are made to measure their costs.
+        drafts = any([plan.num_speculative_tokens for plan in (*active.best, *active.plans)])
+        return Decision(active.plans, num_steps, is_observed=drafts)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Receive the records of a step; the estimates are updated when plans are decided anew."""
@@ -169,32 +159,25 @@ class GoodputController(Controller):
         # The simulator creates records on access, from requests that change in the next step.
         self._backlog.append((tuple(records), active, self._rest))
         self._rest = NO_REST
-        if active.steps_left == 0:
+        if len(self._backlog) > MOST_PLAIN:
             self._learn()
 
-    def num_held(self) -> int:
-        """Return for how many steps the plans are reused."""
-        return 0 if self._active is None else self._active.steps_left
-
-    def rest(self) -> int:
-        """Return how many steps stay plain: at most until the next probe."""
-        active = self._active
-        if active is None or any(plan.num_speculative_tokens for plan in active.best):
-            return 0  # plain steps between drafts are made to measure their costs
-        num_steps = min(active.steps_left, MOST_REST)
-        active.steps_left -= num_steps
-        self._probe_loss = max(0.0, self._probe_loss - num_steps * self.config.probe_share)
-        return num_steps
-
-    def rested(self, num_steps: int, seconds: float) -> None:
-        """Receive the number of steps that stayed plain, and what they took."""
+    def skip(self, num_steps: int, seconds: float) -> None:
+        """Receive the number of plain steps without records, and what they took."""
         self._rest = Rest(self._rest.num_steps + num_steps, self._rest.seconds + seconds)
+        self._plain_left = max(0, self._plain_left - num_steps)
+        if self._probe_loss > 0.0:
+            decay = num_steps * self.config.probe_share
+            self._probe_loss = max(0.0, self._probe_loss - decay)
 
     def _learn(self) -> None:
         for records, active, rest in self._backlog:
             self._num_plain += rest.num_steps
             self._chosen["plain"].num_steps += rest.num_steps * len(records)
             self._learn_step(records, active, rest)
+        if self._backlog:
+            last, _, _ = self._backlog[-1]
+            self._lengths = {r.request_id: r.context_tokens + r.num_emitted for r in last}
         self._backlog.clear()
 
     def _learn_step(self, records: Sequence[StepRecord], active: ActivePlan, rest: Rest) -> None:
@@ -208,6 +191,7 @@ class GoodputController(Controller):
             self._until_plain[len(records).bit_length()] -= 1.0
         else:
             self._num_plain += 1
+            self._plain_left = max(0, self._plain_left - 1)
             if self._num_plain >= LOGGED_AFTER and self._until_plain:
                 self._log()
         self._learn_costs(records, active.point, num_read, rest)
@@ -253,8 +237,10 @@ class GoodputController(Controller):
         self._probe_loss = max(-1.0, self._probe_loss + loss)
         self._num_lost = self._num_lost + 1 if loss > 0.0 and not any(allocation.depths) else 0
 
-    def _decide_anew(self, states: Sequence[RequestState], capacity: Capacity) -> ActivePlan:
-        """Choose the best plans from the present estimates, or plans that measure others."""
+    def _decide_anew(
+        self, states: Sequence[RequestState], capacity: Capacity
+    ) -> tuple[ActivePlan, int]:
+        """Choose the best plans, or plans that measure others, and for how many steps."""
         config, batch = self.config, len(states)
         point = OperatingPoint.of(states)
         times = self.costs.times(point)
@@ -291,12 +277,14 @@ class GoodputController(Controller):
             active.reuse = min(config.reuse, 2 * last.reuse)
         self._plan_plain_steps(active, times)
         if self._plain_left > 0:
-            active.plans, active.steps_left = [PLAIN] * batch, self._plain_left
-        elif not self._probe(active, states, times, max_nodes - sum(allocation.depths)):
-            until_probe = max(0, math.ceil(self._probe_loss / config.probe_share))
-            drafts = any(allocation.depths)
-            active.steps_left = active.reuse if drafts else until_probe or MOST_REST + 1
-        return active
+            active.plans = [PLAIN] * batch
+            return active, self._plain_left
+        if self._probe(active, states, times, max_nodes - sum(allocation.depths)):
+            return active, 1
+        if any(allocation.depths):
+            return active, active.reuse
+        until_probe = max(0, math.ceil(self._probe_loss / config.probe_share))
+        return active, min(until_probe or MOST_PLAIN, MOST_PLAIN)
 
     def _plan_plain_steps(self, active: ActivePlan, times: Times) -> None:
         """Set how many steps from here on stay plain to measure what a plain step costs."""
@@ -324,8 +312,9 @@ class GoodputController(Controller):
                 if not all(self._is_known(state, method) for method in self._readers):
                     share = self.config.reading_share
                 self._reading_left = min(self._reading_left + share * num_expected, num_expected)
-        for state in known.values():
-            self.acceptance.end(state)
+        for name, state in known.items():
+            length = self._lengths.get(name, state.num_committed)
+            self.acceptance.end(replace(state, num_committed=length))
 
     def _is_known(self, state: RequestState, method: str) -> bool:
         """Whether enough drafts of similar requests were verified to rely on their estimate."""

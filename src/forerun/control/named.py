@@ -5,32 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
+from forerun.control.base import (
+    Capacity,
+    Chain,
+    Controller,
+    Decision,
+    Plan,
+    RequestState,
+    Tree,
+)
 from forerun.control.config import CONTROLLER_NAMES
 from forerun.errors import InvalidRequest
+
+UNLIMITED = 1 << 31
+"""More steps than a text has tokens."""
 
 
 class FixedController(Controller):
     """Plans one drafter and shape; it cuts the shape only if a pass has too few rows for all."""
 
+    is_observed = False
+
     def __init__(self, shape: int | Tree, method: str = "draft_model") -> None:
         self.shape = Chain(num_tokens=shape) if isinstance(shape, int) else shape
         self.method = method
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         """Return the same plan for every request; the engine applies request limits."""
         num_nodes = max(0, min(self.shape.num_nodes, capacity.nodes_each(len(states))))
-        if num_nodes == 0:
-            return [Plan()] * len(states)
-        if isinstance(self.shape, Chain):
-            return [Plan.chain(self.method, num_nodes)] * len(states)
-        cut = num_nodes < self.shape.num_nodes
-        shape = replace(self.shape, num_nodes=num_nodes) if cut else self.shape
-        return [Plan(method=self.method, shape=shape)] * len(states)
-
-    def num_held(self) -> int:
-        """Return more steps than a text has tokens."""
-        return 1 << 31
+        plan = Plan()
+        if num_nodes and isinstance(self.shape, Tree):
+            plan = Plan(method=self.method, shape=replace(self.shape, num_nodes=num_nodes))
+        elif num_nodes:
+            plan = Plan.chain(self.method, num_nodes)
+        return Decision([plan] * len(states), UNLIMITED, self.is_observed)
 
 
 def check_controller(controller: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from forerun.control.base import Plan
 from forerun.errors import IncompatibleDraft
 from forerun.models.base import Context, LanguageModel
-from forerun.sampling.config import SamplingParams
+from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.history import History
 from forerun.sampling.proposal import Proposal, Verdict
 
@@ -91,6 +92,22 @@ class StepOutcome:
         return self.request.request_id
 
 
+class ChainDraft(NamedTuple):
+    """How a model continues a request's chain within cycles of the target.
+
+    Attributes:
+        context: the request's tokens in the model's store.
+        temperature: of the distributions that tokens are drawn from; 0 where they are not.
+        features: layers of the target that the model reads.
+    """
+
+    model: LanguageModel
+    context: Context
+    choice: Choice
+    temperature: float
+    features: tuple[int, ...] = ()
+
+
 def check_made_for(what: str, made_for: tuple[int, int], target: LanguageModel) -> None:
     """Refuse a head, named by `what`, that was made for another hidden size or vocabulary.
 
@@ -120,9 +137,11 @@ class Drafter(ABC):
         max_width: the most children per node that are proposed; controllers plan trees only for
             drafters that have more than 1.
         reads_text: whether the whole text of a request is processed before its first draft.
+        model: the language model that continues the target's token ids; None without one.
     """
 
     method: str
+    model: LanguageModel | None = None
     required_features: tuple[int, ...] = ()
     required_top_k: int = 0
     max_width: int = 1
@@ -138,6 +157,20 @@ class Drafter(ABC):
         raise, to return None or to prune because of a drawn token biases the text. Where drafting
         cannot go on, return the part that was drafted.
         """
+
+    def chain_draft(self, request_id: str, plan: Plan) -> ChainDraft | None:
+        """Return how the target's cycles draft a request's next chains in one call.
+
+        None where they cannot, so that `propose` is called at every step.
+        """
+        return None
+
+    def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
+        """Return the proposal of a chain that a cycle drafted, with `num_levels` passes.
+
+        It is called for requests with a `chain_draft`, in place of `propose`.
+        """
+        raise NotImplementedError
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 (most need nothing)
         """Receive the rows that every step committed, in order, after the tokens are committed.

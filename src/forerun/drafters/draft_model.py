@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from forerun.control.base import Plan
-from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
+from forerun.drafters.base import ChainDraft, Drafter, DraftRequest, StepOutcome
 from forerun.drafters.draft_sequence import (
+    PREFILL_CHUNK,
     DraftSequence,
     Levels,
     draft_keys,
@@ -31,24 +32,23 @@ from forerun.drafters.tree_growth import (
     invalid_probs,
     token_paths,
 )
-from forerun.errors import DrafterError
+from forerun.errors import DrafterError, InvalidRequest
+from forerun.models.architecture import QUANTISED
 from forerun.models.base import (
     Context,
-    DraftsInOneCall,
     LanguageModel,
     LikelyTree,
-    QuantisableModel,
     RowBatch,
     Span,
     pack,
 )
-from forerun.models.runner.native import NativeModel
 from forerun.sampling.config import Choice
 from forerun.sampling.processors import failed_rows
 from forerun.sampling.proposal import Assurance, Proposal
 from forerun.theory.tree import TokenTree
 
-PREFILL_CHUNK = 256
+MAX_DIGITS = 12
+"""Most digits of a number after a colon."""
 
 
 class DraftModel(Drafter):
@@ -57,16 +57,13 @@ class DraftModel(Drafter):
     method = "draft_model"
     max_width = MAX_WIDTH
     reads_text = True
+    drafts_in_cycles = True
+    model: LanguageModel
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._sequences: dict[str, DraftSequence] = {}
-        self.use(model)
-
-    def use(self, model: LanguageModel) -> None:
-        """Draft with this model, such as a wrapper of the present one."""
         self.model = model
-        self._drafts_in_one_call = isinstance(model, DraftsInOneCall)
 
     @torch.inference_mode()
     def propose(
@@ -91,12 +88,15 @@ class DraftModel(Drafter):
                 proposals |= zip(names, draft(group), strict=True)
         return [proposals.get(request.request_id) for request in requests]
 
-    def state_of(self, request_id: str) -> DraftSequence | None:
-        """Return the state of a request that was drafted for, if the kernels can go on."""
-        model = self.model
-        if type(model) is not NativeModel or model.vocab_size < self.vocab_size:
+    def chain_draft(self, request_id: str, plan: Plan) -> ChainDraft | None:
+        sequence, model = self._sequences.get(request_id), self.model
+        if sequence is None or not self._is_cyclic() or model.vocab_size < self.vocab_size:
             return None
-        return self._sequences.get(request_id)
+        return sequence.chain_draft(model, self.required_features)
+
+    def _is_cyclic(self) -> bool:
+        """Whether cycles of the target draft as this class does; a subclass may draft otherwise."""
+        return self.model.in_kernels and "drafts_in_cycles" in vars(type(self))
 
     def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
         """Note a chain of K tokens that the kernels drafted, with `num_levels` passes."""
@@ -131,7 +131,7 @@ class DraftModel(Drafter):
                 return [
                     _greedy_proposal(s, chain) for s, chain in zip(sequences, chains, strict=True)
                 ]
-            if self._drafts_in_one_call and not {Choice.SAMPLED, Choice.COUPLED} <= choices:
+            if self.model.drafts_in_one_call and not {Choice.SAMPLED, Choice.COUPLED} <= choices:
                 levels = self._sampled_chains(sequences, batch, depth, Choice.COUPLED in choices)
                 _note_fed_rows(sequences, depth)
                 return _proposals_of(sequences, levels)
@@ -141,8 +141,7 @@ class DraftModel(Drafter):
         """Draft trees for a whole batch; plans for chains share the passes of the trees."""
         self._prefill(sequences)
         batch = self._batch([sequence.first_span() for sequence in sequences], sequences)
-        if self._drafts_in_one_call and all(s.grows_in_one_call for s in sequences):
-            assert isinstance(self.model, DraftsInOneCall)
+        if self.model.drafts_in_one_call and all(s.grows_in_one_call for s in sequences):
             shapes = [
                 (s.tree_shape.num_nodes, s.tree_shape.depth, s.tree_shape.width) for s in sequences
             ]
@@ -154,7 +153,6 @@ class DraftModel(Drafter):
     def _sampled_chains(
         self, sequences: Sequence[DraftSequence], batch: RowBatch, depth: int, by_race: bool
     ) -> Levels:
-        assert isinstance(self.model, DraftsInOneCall)
         temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
         keys = race_keys(sequences, depth) if by_race else draft_keys(sequences, depth)
         device = self.model.device
@@ -309,6 +307,7 @@ class SelfDraft(DraftModel):
     """
 
     reads_text = False
+    drafts_in_cycles = True
 
     def __init__(self, model: LanguageModel, vocab_size: int, method: str = "self") -> None:
         super().__init__(model, vocab_size)
@@ -316,9 +315,8 @@ class SelfDraft(DraftModel):
 
     def level_cost(self, target: LanguageModel) -> float | None:
         """Return the bytes that a pass reads, as a share of the target's."""
-        if isinstance(target, QuantisableModel) and isinstance(self.model, QuantisableModel):
-            return self.model.bytes_read / target.bytes_read
-        return None
+        own, whole = self.model.bytes_read, target.bytes_read
+        return None if own is None or whole is None else own / whole
 
     def _open(self, request: DraftRequest) -> Context:
         assert request.context is not None
@@ -339,3 +337,40 @@ class TargetKVView(Context):
 
     def commit(self, rows: Sequence[int]) -> None:
         """Do nothing: the target commits its own rows, and the draft's are the same rows."""
+
+
+def build_self_draft(argument: str, target: LanguageModel) -> SelfDraft:
+    """Build `self:N`, the target's first N layers, or `self:int4`, all of it in fewer bits."""
+    name = f"self:{argument}"
+    weights = next((weights for weights in QUANTISED if weights == argument), None)
+    if weights is not None:
+        model, missing = target.in_fewer_bits(weights), "the native runner, to quantise its weights"
+    else:
+        model, missing = (
+            target.first_layers(int(argument)),
+            "a runner that can run its first layers alone",
+        )
+    if model is None:
+        raise InvalidRequest(
+            f"{name} needs {missing}; {type(target).__name__} cannot: choose another runner or "
+            "another draft"
+        )
+    return SelfDraft(model, target.vocab_size, name)
+
+
+def check_self_draft(argument: str, num_target_layers: int) -> None:
+    """Refuse an argument of `self` that is no weight format and no number of layers."""
+    if argument in QUANTISED:
+        return
+    name = f"self:{argument:.40}"
+    if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
+        raise InvalidRequest(
+            f"there is no draft {name}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
+            "for all of the target in fewer bits, or self:N for its first N layers"
+        )
+    number = int(argument)
+    if not 0 < number < num_target_layers:
+        raise InvalidRequest(
+            f"{name} drafts with {number} of the target's {num_target_layers} layers; give a "
+            f"number from 1 to {num_target_layers - 1}, as in self:{max(1, num_target_layers // 4)}"
+        )

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from forerun.control.base import Plan, Tree
-from forerun.drafters.base import DraftRequest
+from forerun.drafters.base import ChainDraft, DraftRequest
+from forerun.errors import DrafterError
 from forerun.models.base import Context, LanguageModel, RowBatch, Span
 from forerun.sampling.config import Choice, SamplingParams, draft_params
 from forerun.sampling.history import RowHistory
@@ -21,6 +22,8 @@ from forerun.sampling.proposal import Proposal
 from forerun.sampling.walk import target_tokens
 from forerun.theory.tree import TokenTree
 
+PREFILL_CHUNK = 256
+"""Most pending tokens of a sequence in one pass."""
 ONE_NODE = Tree(num_nodes=1, depth=1, width=1)
 
 
@@ -38,6 +41,8 @@ class DraftSequence:
         num_tried: nodes on accepted paths of drawn trees that had children, the last committed
             token included, and a few to begin with.
         num_first: how often the first child of these was accepted.
+        features: of the target, of rows that an attached head has not read.
+        lacks_features: some row's features were not handed over, so that nothing can be drafted.
         kv_verified: a proposal computed from all cached rows has been verified, so these rows may
             be offered to other requests that begin with the same tokens.
     """
@@ -56,6 +61,8 @@ class DraftSequence:
     tree_rows: Mapping[tuple[int, ...], int] = field(default_factory=dict)
     num_tried: float = 8.0
     num_first: float = 0.62 * 8
+    features: list[Tensor] = field(default_factory=list)
+    lacks_features: bool = False
     kv_verified: bool = True  # rows found in the cache were verified before they were offered
 
     @classmethod
@@ -118,6 +125,14 @@ class DraftSequence:
         self.tree_rows = {}
         return self.context.span(self.num_chain)
 
+    def chain_draft(
+        self, model: LanguageModel, features: tuple[int, ...] = ()
+    ) -> ChainDraft | None:
+        """Return how cycles go on with the chain; None before a long text was read."""
+        if self.context.num_pending > PREFILL_CHUNK:
+            return None
+        return ChainDraft(model, self.context, self.choice, self.params.temperature, features)
+
     def note_chain(self, num_tokens: int, num_levels: int) -> int:
         """Note a chain that was drafted elsewhere; returns the rows that it staged."""
         self.budget, self.stop_reason = num_tokens, "budget"
@@ -156,6 +171,28 @@ class DraftSequence:
             if children := proposal.tree.children(node):
                 self.num_tried += 1
                 self.num_first += following == children[0]
+
+    @property
+    def num_features(self) -> int:
+        """Number of rows whose features have not been fed to the head yet."""
+        return sum(map(len, self.features))
+
+    def next_features(self, num_rows: int) -> Float[Tensor, "rows layers width"]:
+        if num_rows > self.num_features:
+            raise DrafterError(
+                f"request {self.name} has features of {self.num_features} rows where {num_rows} "
+                "are to be read"
+            )
+        if len(self.features) > 1:
+            self.features = [torch.cat(self.features)]
+        return self.features[0][:num_rows]
+
+    def keep_rows(self, num_rows: int) -> None:
+        """Commit the next `num_rows` rows, computed from features, and drop all rows after them."""
+        if num_rows:
+            self.context.commit(range(num_rows))
+            self.features = [self.next_features(self.num_features)[num_rows:]]
+        self.num_chain = 0
 
     def close(self) -> None:
         """Free the KV slot; its verified rows may be reused by other requests."""

@@ -24,7 +24,7 @@ from forerun.drafters.base import Drafter, DraftRequest, StepOutcome, check_made
 from forerun.drafters.tree_growth import Candidates, build_tree
 from forerun.drafters.tree_growth import Path as TokenPath
 from forerun.errors import InvalidModel
-from forerun.models.base import LanguageModel, StoredModel
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.stored_tensors import check_tensors, read_tensors, write_files
 from forerun.sampling.kernels import on_host
@@ -311,7 +311,7 @@ def load_medusa(folder: Path, target: LanguageModel) -> MedusaDrafter:
     heads = read_medusa(folder, vocab_size=target.vocab_size)
     sizes = (heads.config.hidden_size, heads.config.vocab_size)
     check_made_for(f"the Medusa heads in {folder} were", sizes, target)
-    dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
+    dtype = target.dtype
     # A target without norm or matrix is refused before any request.
     hidden = torch.zeros((1, target.hidden_size), dtype=dtype, device=target.device)
     target.head(target.final_norm(hidden))

@@ -27,7 +27,7 @@ from forerun.drafters.eagle3.drafter import Eagle3Drafter, TorchHead
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import Architecture, read_architecture
 from forerun.models.attention import ATTENTION_NAME, plan_pass, register, running
-from forerun.models.base import LanguageModel, ModelOutput, RowBatch, StoredModel
+from forerun.models.base import LanguageModel, ModelOutput, RowBatch
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.mtp_layout import FoundModule, Layout, open_module
 from forerun.models.stored_tensors import check_tensors
@@ -107,6 +107,11 @@ class MTPDrafter(Eagle3Drafter):
     method = "mtp"
 
 
+def check_mtp(argument: str, num_target_layers: int) -> None:
+    """Refuse a model that is missing or ships no such module."""
+    open_module(argument)
+
+
 def load_mtp(argument: str, target: LanguageModel) -> MTPDrafter:
     """Load the first MTP module in a target's own folder.
 
@@ -121,7 +126,7 @@ def load_mtp(argument: str, target: LanguageModel) -> MTPDrafter:
             files.folder,
             found.num_modules,
         )
-    dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
+    dtype = target.dtype
     module, architecture = _empty_module(files, found.layout, dtype)
     if architecture.hidden_size != target.hidden_size:
         raise IncompatibleDraft(

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.tree_growth import Candidates, Path, build_tree
+from forerun.models.base import LanguageModel
 from forerun.sampling.proposal import Proposal
 
 NUM_KEPT = 8
@@ -104,3 +105,8 @@ def _put_first(table: Table, token: int, successor: int) -> None:
         known.remove(successor)
     known.insert(0, successor)
     del known[NUM_KEPT:]
+
+
+def build_recycling(argument: str, target: LanguageModel) -> RecyclingDrafter:
+    """Build `recycling`, which drafts from the target's own most likely tokens."""
+    return RecyclingDrafter()

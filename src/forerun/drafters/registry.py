@@ -1,8 +1,8 @@
-"""Registry of drafters: builders by name, and loaders by the type of a checkpoint.
+"""Drafters by name and by the type of a checkpoint, and several drafters as one.
 
 A new drafter is a `forerun.drafters.base.Drafter`. Code outside forerun gives an instance to
-`Engine.with_draft`, or calls `register_checkpoint` so that `Engine.load` recognises its folder.
-Only drafters of forerun itself have a name, which is an entry in `DRAFTERS`.
+`Engine.with_draft`, or calls `register_checkpoint` so that `Engine.load` recognises its folder. A
+method of forerun itself is a row of `METHODS` in `drafters/config.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -20,34 +20,22 @@ from torch import Tensor
 from forerun.control.base import Plan
 from forerun.drafters.base import (
     FAILURES,
+    ChainDraft,
     Drafter,
     DraftRequest,
     Pause,
     StepOutcome,
 )
-from forerun.drafters.config import DrafterName, NamedDrafter
-from forerun.drafters.draft_model import DraftModel, SelfDraft
-from forerun.drafters.eagle3.drafter import Eagle3Drafter
-from forerun.drafters.eagle3.head import is_eagle3
-from forerun.drafters.recycling import RecyclingDrafter
-from forerun.drafters.suffix import SuffixDrafter
+from forerun.drafters.config import METHODS, DraftingMethod, Function, NamedDrafter
 from forerun.errors import DrafterError, InvalidRequest
-from forerun.models.architecture import QUANTISED
-from forerun.models.base import LanguageModel, LayeredModel, QuantisableModel
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
-from forerun.models.mtp_layout import open_module
 from forerun.sampling.proposal import Proposal
 
 logger = logging.getLogger("forerun.drafting")
 
-MAX_DIGITS = 12
-"""Most digits of a number after a colon."""
 MAX_FAILED = 4096
 """Latest failures that are remembered; a bound on memory alone."""
-
-
-IN_KERNELS = (DraftModel, SelfDraft, Eagle3Drafter)
-"""Drafters whose chains the CPU kernels draft; other heads are draft models, too."""
 
 
 class SeveralDrafters(Drafter):
@@ -101,24 +89,14 @@ class SeveralDrafters(Drafter):
             self._drafted_by[request.request_id] = plan.method
         return answers
 
-    def model_of(self, request_id: str, method: str) -> DraftModel | None:
-        """Return the draft model of a method if kernels may run its drafting.
-
-        They may where every drafter is a draft model or an EAGLE-3 head, or copies from the text;
-        others need to be called at every step.
-        """
-        if any(type(d) not in (*IN_KERNELS, SuffixDrafter) for d in self.drafters.values()):
+    def chain_draft(self, request_id: str, plan: Plan) -> ChainDraft | None:
+        if plan.method not in self.drafters or (request_id, plan.method) in self._failed:
             return None
-        drafter = self.drafters.get(method)
-        if not isinstance(drafter, DraftModel) or (request_id, method) in self._failed:
-            return None
-        return drafter
+        return self.drafters[plan.method].chain_draft(request_id, plan)
 
     def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
-        drafter = self.drafters[plan.method]
-        assert isinstance(drafter, DraftModel)
         self._drafted_by[request_id] = plan.method
-        return drafter.note_chain(request_id, plan, tokens, num_levels)
+        return self.drafters[plan.method].note_chain(request_id, plan, tokens, num_levels)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Pass every outcome to every drafter, with the proposal to the one that made it."""
@@ -181,66 +159,18 @@ CheckpointLoader = Callable[[Path, LanguageModel], Drafter]
 """Loads the drafter in a folder for a loaded target."""
 
 
-def suffix(argument: str, target: LanguageModel) -> Drafter:
-    """Build `suffix`, which copies from a request itself."""
-    _refuse_argument("suffix", argument)
-    return SuffixDrafter()
+def resolve(function: Function | None) -> Callable[..., Any]:
+    """Return a function of a row, from the module where it is."""
+    assert function is not None
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
 
 
-def recycling(argument: str, target: LanguageModel) -> Drafter:
-    """Build `recycling`, which drafts from the target's own most likely tokens."""
-    _refuse_argument("recycling", argument)
-    return RecyclingDrafter()
-
-
-def _self_draft(argument: str, target: LanguageModel) -> Drafter:
-    """Build `self:N`, the target's first N layers, or `self:int4`, all of it in fewer bits."""
-    name = f"self:{argument}"
-    weights = next((weights for weights in QUANTISED if weights == argument), None)
-    if weights is not None:
-        if not isinstance(target, QuantisableModel):
-            raise InvalidRequest(
-                f"{name} needs the native runner, which quantises the target's weights; "
-                f"{type(target).__name__} cannot: choose another draft"
-            )
-        return SelfDraft(target.in_fewer_bits(weights), target.vocab_size, name)
-    first = parse_num_layers(argument, target.num_layers)
-    if not isinstance(target, LayeredModel):
-        raise InvalidRequest(
-            f"{name} needs the target's first layers alone, which {type(target).__name__} "
-            "cannot run; choose another runner or another draft"
-        )
-    return SelfDraft(target.first_layers(first), target.vocab_size, name)
-
-
-def parse_num_layers(argument: str, num_target_layers: int) -> int:
-    """Return N of the draft `self:N`; raises InvalidRequest where the target has no more layers."""
-    name = f"self:{argument:.40}"
-    if not (argument.isascii() and argument.isdigit()) or len(argument) > MAX_DIGITS:
-        raise InvalidRequest(
-            f"there is no draft {name}; give {', '.join(f'self:{w}' for w in QUANTISED)} "
-            "for all of the target in fewer bits, or self:N for its first N layers"
-        )
-    number = int(argument)
-    if not 0 < number < num_target_layers:
-        raise InvalidRequest(
-            f"{name} drafts with {number} of the target's {num_target_layers} layers; give a "
-            f"number from 1 to {num_target_layers - 1}, as in self:{max(1, num_target_layers // 4)}"
-        )
-    return number
-
-
-def mtp(argument: str, target: LanguageModel) -> Drafter:
-    """Build `mtp:FOLDER`, the module that ships in the target's folder; see `load_mtp`."""
-    from forerun.drafters.mtp import load_mtp  # imports transformers, which takes seconds
-
-    return load_mtp(argument, target)
-
-
-DRAFTERS: Mapping[DrafterName, Callable[[str, LanguageModel], Drafter]] = MappingProxyType(
-    {"suffix": suffix, "self": _self_draft, "recycling": recycling, "mtp": mtp}
-)
-"""Builders by name; a new name is added here and to `DrafterName` in `drafters/config.py`."""
+def _row_of(name: str) -> DraftingMethod:
+    return next(row for row in METHODS if row.name == name and row.build is not None)
 
 
 def check_named(wanted: NamedDrafter, num_target_layers: int) -> None:
@@ -250,65 +180,37 @@ def check_named(wanted: NamedDrafter, num_target_layers: int) -> None:
         InvalidModel: the model of `mtp:MODEL` is missing or has no such module.
         InvalidRequest: the argument is of no use.
     """
-    argument = wanted.argument
-    if wanted.name in ("suffix", "recycling"):
-        _refuse_argument(wanted.name, argument)
-    elif wanted.name == "self" and argument not in QUANTISED:
-        parse_num_layers(argument, num_target_layers)
-    elif wanted.name == "mtp":
-        open_module(argument)
+    row = _row_of(wanted.name)
+    if row.check is not None:
+        resolve(row.check)(wanted.argument, num_target_layers)
+    elif wanted.argument:
+        raise InvalidRequest(f"{wanted.name}:{wanted.argument}: this drafter takes no argument")
 
 
 def build_drafter(wanted: NamedDrafter, target: LanguageModel) -> Drafter:
-    """Build a drafter by its name for a loaded target."""
-    return DRAFTERS[wanted.name](wanted.argument, target)
-
-
-def _refuse_argument(name: str, argument: str) -> None:
-    if argument:
-        raise InvalidRequest(f"{name}:{argument}: this drafter takes no argument")
-
-
-def eagle3(folder: Path, target: LanguageModel) -> Drafter:
-    """Load the EAGLE-3 head in a folder; see `load_eagle3`."""
-    from forerun.drafters.eagle3.load import load_eagle3  # costs a second, and few engines need it
-
-    return load_eagle3(folder, target)
-
-
-def medusa(folder: Path, target: LanguageModel) -> Drafter:
-    """Load the Medusa heads in a folder; see `load_medusa`."""
-    from forerun.drafters.medusa import load_medusa  # as above
-
-    return load_medusa(folder, target)
-
-
-def _is_medusa(config: Mapping[str, Any]) -> bool:
-    return "medusa_num_heads" in config or config.get("model_type") == "medusa"
+    """Build a drafter by its name for a loaded target; raises as `check_named`."""
+    check_named(wanted, target.num_layers)
+    drafter: Drafter = resolve(_row_of(wanted.name).build)(wanted.argument, target)
+    return drafter
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds an attached drafter: an EAGLE-3 head or Medusa heads."""
+    """Whether a folder holds an attached drafter, such as an EAGLE-3 head or Medusa heads."""
     path = folder / "config.json"
-    config = read_object(path) if path.is_file() else {}
-    return is_eagle3(config) or _is_medusa(config)
-
-
-_checkpoints: list[tuple[CheckpointTest, CheckpointLoader]] = [
-    (is_eagle3, eagle3),
-    (_is_medusa, medusa),
-]
+    return path.is_file() and find_checkpoint(read_object(path)) is not None
 
 
 def register_checkpoint(matches: CheckpointTest, load: CheckpointLoader) -> None:
     """Register a loader, so that `Engine.load(draft=FOLDER)` accepts a further checkpoint type.
 
-    Types that were registered later are tried first. A folder that no registered type matches is
-    loaded as a draft model.
+    Types that were registered later are tried first.
     """
-    _checkpoints.insert(0, (matches, load))
+    METHODS.insert(0, DraftingMethod(name="checkpoint", matches=matches, load=load))
 
 
 def find_checkpoint(config: Mapping[str, Any]) -> CheckpointLoader | None:
     """Return the loader for a checkpoint; None for an ordinary language model."""
-    return next((load for matches, load in _checkpoints if matches(config)), None)
+    for row in METHODS:
+        if row.matches is not None and resolve(row.matches)(config):
+            return resolve(row.load)
+    return None

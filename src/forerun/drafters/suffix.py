@@ -23,6 +23,7 @@ import torch
 from forerun.control.base import Chain, Plan, Tree
 from forerun.drafters.base import Drafter, DraftRequest, Pause
 from forerun.drafters.config import SuffixConfig
+from forerun.models.base import LanguageModel
 from forerun.sampling.config import Choice
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree
@@ -329,3 +330,8 @@ def judge(match: Match, token: int) -> None:
     favourite, share = match.automaton.favourite(state)
     if length and favourite != NONE:
         match.rates.observe(length, share, favourite == token)
+
+
+def build_suffix(argument: str, target: LanguageModel) -> SuffixDrafter:
+    """Build `suffix`, which copies from a request itself."""
+    return SuffixDrafter()

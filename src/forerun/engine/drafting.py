@@ -21,16 +21,16 @@ from torch import Tensor
 from forerun.control.base import Tree
 from forerun.drafters.base import (
     FAILURES,
+    ChainDraft,
     Drafter,
     DraftRequest,
     Pause,
     StepOutcome,
 )
-from forerun.drafters.draft_model import DraftModel
-from forerun.drafters.registry import SeveralDrafters
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.sequence import Sequence
 from forerun.errors import DrafterError
+from forerun.models.base import CycleBatch, CycleMember
 from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.proposal import Proposal
 from forerun.theory.tree import TokenTree, expanded
@@ -68,9 +68,14 @@ class GuardedDrafter:
             for entry in wanted:
                 self._propose_singly(entry)
 
+    def chain_draft(self, entry: ScheduledSequence) -> ChainDraft | None:
+        """Return how cycles of the target draft the chain of an entry; None if they cannot."""
+        if entry.sequence.draft.failed or isinstance(entry.plan.shape, Tree):
+            return None
+        return self.drafter.chain_draft(entry.sequence.key, entry.plan)
+
     def note_chain(self, entry: ScheduledSequence, tokens: Tensor, num_levels: int) -> None:
-        """Give an entry a chain that the kernels drafted; see `DraftModel.note_chain`."""
-        assert isinstance(self.drafter, DraftModel | SeveralDrafters)
+        """Give an entry a chain that the target's cycles drafted; see `Drafter.note_chain`."""
         sequence = entry.sequence
         sequence.draft.num_observed = entry.num_cached
         entry.draft(self.drafter.note_chain(sequence.key, entry.plan, tokens, num_levels))
@@ -163,6 +168,40 @@ class GuardedDrafter:
             self.drafter.forget(sequence.key)
         except FAILURES as error:
             logger.warning("drafter failed to forget request %s: %s", sequence.key, error)
+
+
+def cycle_batch(
+    entries: Seq[ScheduledSequence], drafter: GuardedDrafter | None, kept: tuple[int, ...]
+) -> CycleBatch | None:
+    """Return a batch for cycles of the target; None if a sequence needs steps of Python.
+
+    Args:
+        kept: layers whose input the target's store keeps.
+    """
+    members: list[CycleMember] = []
+    drafts: list[ChainDraft] = []
+    for entry in entries:
+        draft = None
+        if entry.plan.num_speculative_tokens:
+            draft = None if drafter is None else drafter.chain_draft(entry)
+            # Of several drafters, others may read features of further layers.
+            if draft is None or draft.features not in ((), kept):
+                return None
+            drafts.append(draft)
+        if (member := entry.member(draft)) is None:
+            return None
+        members.append(member)
+    if not drafts:
+        return CycleBatch(members=members)
+    choices = {draft.choice for draft in drafts}
+    if {Choice.SAMPLED, Choice.COUPLED} <= choices or len({d.model for d in drafts}) > 1:
+        return None
+    return CycleBatch(
+        members=members,
+        draft=drafts[0].model,
+        is_drawn=choices != {Choice.DETERMINISTIC},
+        by_race=Choice.COUPLED in choices,
+    )
 
 
 def request_of(sequence: Sequence) -> DraftRequest:

@@ -456,10 +456,10 @@ class Engine:
         self.scheduler.add(sequence)
 
     def step(self) -> list[StreamChunk]:
-        """Advance every running request by a step, and by those that are computed already.
+        """Advance every running request by a step.
 
-        Where nothing of Python is needed between steps, one call of the kernels computes up to
-        `EngineConfig.cycles_per_call`; their tokens are returned together.
+        Where nothing of Python is needed between steps, by up to `EngineConfig.cycles_per_call`
+        that one call of the kernels runs; their tokens are returned together.
 
         Returns:
             New tokens of each sequence (none while its prompt is being read), and the last chunk of
@@ -482,8 +482,6 @@ class Engine:
             if self.scheduler.waiting and not self.scheduler.running:
                 self._keep_features()
             self.stepper.run()
-            while self.stepper.is_ahead() and not any(s.stop for s in self.scheduler.running):
-                self.stepper.run()
         except BaseException as error:
             if isinstance(error, NumericalError):
                 for sequence in self.scheduler.running:

@@ -32,7 +32,7 @@ from forerun.errors import (
     UnsupportedFeatures,
 )
 from forerun.models.architecture import WeightFormat
-from forerun.models.base import LanguageModel, QuantisableModel
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import staleness
 from forerun.models.load import load_model
@@ -187,7 +187,7 @@ def check_choice(
 
 def _reads_as_much(draft: LanguageModel, target: LanguageModel) -> bool:
     """Whether a pass of a draft reads as many bytes of weights, which are most of its cost."""
-    if isinstance(draft, QuantisableModel) and isinstance(target, QuantisableModel):
+    if draft.bytes_read is not None and target.bytes_read is not None:
         return draft.bytes_read >= target.bytes_read
     return draft.num_parameters >= target.num_parameters
 

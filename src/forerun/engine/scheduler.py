@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from forerun.control.base import Plan
+from forerun.drafters.base import ChainDraft
 from forerun.engine.config import EngineConfig
 from forerun.engine.results import TokenLogprobs
 from forerun.engine.sequence import Sequence
 from forerun.errors import MaskError
-from forerun.models.base import Context, Span
+from forerun.models.base import Context, CycleMember, Span
 from forerun.models.kv_store import MIN_SHARED_TOKENS, KVStore, count_common
 from forerun.sampling.config import Choice, resolve_verification
 from forerun.sampling.history import RowHistory, problem_of_allowed
@@ -139,6 +140,36 @@ class ScheduledSequence:
         """Return the rows of the sequence in the pass."""
         return Span(
             slot=self.context.slot, start=self.num_cached, num_chain=self.num_chain, tree=self.tree
+        )
+
+    def member(self, draft: ChainDraft | None) -> CycleMember | None:
+        """Return the sequence as a member of cycles; None where it needs steps of Python.
+
+        Kernels shape distributions by temperature, min_p, top_k and top_p alone, and keep no
+        log-probabilities.
+        """
+        sequence, params = self.sequence, self.sequence.params
+        is_scored = params.logprobs is not None or params.prompt_logprobs is not None
+        if is_scored or sequence.history is not None or self.num_pending != 1:
+            return None
+        choice = Choice.SAMPLED if draft is None else draft.choice
+        rule = "greedy" if params.greedy else resolve_verification(params, choice)
+        context = None if draft is None else draft.context
+        return CycleMember(
+            noise_key=sequence.noise_key,
+            num_committed=self.num_cached + 1,
+            num_left=sequence.max_new,
+            slot=self.context.slot,
+            unread=sequence.ids[-1:] if context is None else context.pending(),
+            draft_slot=0 if context is None else context.slot,
+            num_draft_rows=0 if context is None else context.num_cached,
+            num_drafted=self.plan.num_speculative_tokens,
+            rule="walk" if rule == "coupled" else rule,
+            is_coupled=choice is Choice.COUPLED,
+            ends=sequence.stops.ends,
+            temperature=params.temperature,
+            draft_temperature=0.0 if draft is None else draft.temperature,
+            truncation=(params.min_p, max(params.top_k, 0), 1 - params.top_p),
         )
 
     def row_histories(self, drafted: list[int], vocab_size: int) -> list[RowHistory | None]:
@@ -263,7 +294,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=rank)
 
     def schedule(
-        self, store: KVStore, release: Callable[[Sequence], None], *, stays: bool
+        self, store: KVStore, release: Callable[[Sequence], None]
     ) -> list[ScheduledSequence]:
         """Preempt and admit sequences, and return the entries of all that run.
 
@@ -272,9 +303,8 @@ class Scheduler:
         Args:
             store: of the target; an admitted sequence reuses a prefix that is in it.
             release: frees what a preempted sequence held.
-            stays: the batch is to stay as it is, because its next step has been computed.
         """
-        if self.config.max_kv_tokens is not None or (self.waiting and not stays):
+        if self.waiting or self.config.max_kv_tokens is not None:
             for sequence in self.preempt(store.num_free):
                 release(sequence)
             for sequence in self.admit(store.num_free, shares_parts=store.shares_parts):
@@ -282,7 +312,17 @@ class Scheduler:
                 if sequence.joined_at_s is None:
                     sequence.joined_at_s = time.monotonic()
                     sequence.num_cached = sequence.context.num_cached
+        return self.entries()
+
+    def entries(self) -> list[ScheduledSequence]:
+        """Return a new entry of every running sequence."""
         return [ScheduledSequence.of(sequence) for sequence in self.running]
+
+    def must_change(self) -> bool:
+        """Whether the running sequences cannot all go on: one has ended, or the KV is full."""
+        if self.config.max_kv_tokens is not None and self._holds_too_much():
+            return True
+        return any([sequence.stop is not None for sequence in self.running])
 
     def preempt(self, num_free_slots: int) -> list[Sequence]:
         """Move sequences back to the queue; returns them before their KV slots are freed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Literal, TypeVar
@@ -21,19 +21,20 @@ from forerun.control.base import (
     Capacity,
     Chain,
     Controller,
+    DecisionReuse,
     Plan,
     RequestState,
     Tree,
 )
 from forerun.engine.config import EngineConfig
-from forerun.engine.cycles import AheadTimes, CycleRunner
-from forerun.engine.drafting import GuardedDrafter
+from forerun.engine.drafting import GuardedDrafter, cycle_batch
 from forerun.engine.observing import ObservedStep, StepObserver
 from forerun.engine.scheduler import PLAIN, ScheduledSequence, Scheduler
 from forerun.engine.sequence import Sequence
-from forerun.engine.verification import verify
-from forerun.models.base import LanguageModel, RowBatch, pack
+from forerun.engine.verification import verdict_of, verify
+from forerun.models.base import CycleMember, LanguageModel, ModelCycle, RowBatch, pack
 from forerun.sampling.proposal import Verdict
+from forerun.sampling.walk import expected_accepted
 from forerun.theory.record import StepRecord
 
 StepEvent = Literal["draft_start", "draft_end", "pass_start", "pass_end"]
@@ -56,8 +57,6 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.started_s = time.monotonic()
         self._is_cuda = device.type == "cuda"
-        self._begun_s = self.started_s
-        self._cycle: AheadTimes | None = None
         self._readings: dict[StepEvent, float | torch.cuda.Event] = {}
 
     def mark(self, moment: StepEvent) -> None:
@@ -69,20 +68,8 @@ class StepClock:
         else:
             self._readings[moment] = time.monotonic()
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the step is a cycle that was computed ahead."""
-        return self._cycle is not None
-
-    def take(self, cycle: AheadTimes) -> None:
-        """Count the times of a cycle that was computed ahead as those of this step."""
-        self.started_s, self._cycle = cycle.started_s, cycle
-
     def durations(self) -> tuple[float, float, float]:
         """Seconds of drafting, of the target pass, and of the rest of the step so far."""
-        if (cycle := self._cycle) is not None:
-            own_s = max(0.0, time.monotonic() - self._begun_s - cycle.call_s)
-            return cycle.draft_s, cycle.verify_s, cycle.other_s + own_s
         total_s = max(0.0, time.monotonic() - self.started_s)
         draft_s = self._between("draft_start", "draft_end")
         verify_s = self._between("pass_start", "pass_end")
@@ -95,6 +82,23 @@ class StepClock:
         assert isinstance(start, torch.cuda.Event)
         assert isinstance(end, torch.cuda.Event)
         return float(start.elapsed_time(end)) / 1000
+
+
+class CycleClock(StepClock):
+    """The seconds of a cycle that a model ran in one call: its own, and those of its bookkeeping.
+
+    Args:
+        called_s: when the call began.
+        begun_s: when the bookkeeping of this cycle began, the call not counted.
+    """
+
+    def __init__(self, cycle: ModelCycle, called_s: float, begun_s: float) -> None:
+        self.started_s = called_s + cycle.started_s
+        self._cycle, self._begun_s = cycle, begun_s
+
+    def durations(self) -> tuple[float, float, float]:
+        cycle, own_s = self._cycle, max(0.0, time.monotonic() - self._begun_s)
+        return cycle.draft_s, cycle.verify_s, cycle.other_s + own_s
 
 
 class Stepper:
@@ -121,14 +125,15 @@ class Stepper:
         self.controller = controller
         self.scheduler = scheduler
         self.observers = observers
-        self.capacity = Capacity(max_rows=config.max_step_rows)
+        self.decisions: DecisionReuse[Sequence] = DecisionReuse(
+            controller, Capacity(max_rows=config.max_step_rows)
+        )
         self.max_chain, self.max_nodes = config.max_chain, config.max_nodes
         self.feature_layers = () if drafter is None else drafter.drafter.required_features
-        self.cycles = CycleRunner.over(target, drafter, config)
-        self._is_resting = False
-        self._rest_left = 0
-        self._num_rested, self._rested_s = 0, 0.0
-        self._rest_of: list[Sequence] = []
+        # A drafter that reads the target's likely tokens needs the logits of every step.
+        learns = drafter is not None and drafter.required_top_k
+        self.max_cycles = 1 if learns or not target.in_kernels else config.cycles_per_call
+        self._is_observed = self._is_decided = True
         self.is_committing = False
         self.cycle_id = 0
         self.num_drafted = 0
@@ -136,24 +141,78 @@ class Stepper:
         self.num_emitted = 0
 
     def run(self) -> None:
-        """Advance every running sequence once, after sequences were preempted and admitted.
+        """Advance every running sequence, after sequences were preempted and admitted.
 
-        In this class, `entry` is one scheduled sequence, `fed` are those with rows in the pass, and
+        By one step, or by those that the target runs in one call with the same plans. In this
+        class, `entry` is one scheduled sequence, `fed` are those with rows in the pass, and
         `emitting` are those of them whose pending tokens are all in the pass, so that it yields
         tokens; the others are still reading their prompt.
 
         Raises:
             NumericalError: some logits cannot be used; nothing was committed.
         """
-        entries = self.scheduler.schedule(self.target.store, self.release, stays=self.is_ahead())
-        if entries:
-            clock = StepClock(self.target.device)
-            self._plan(entries)
-            fed, emitting = self._draft(entries, clock)
-            if not clock.is_ahead:
-                self._forward_and_verify(fed, emitting, clock)
-            records = self._commit(fed, emitting, clock)
-            self._notify_observers(fed, emitting, records)
+        entries = self.scheduler.schedule(self.target.store, self.release)
+        if not entries:
+            return
+        clock = StepClock(self.target.device)
+        num_same = self._plan(entries)
+        if self._run_cycles(entries, num_same, clock):
+            return
+        fed, emitting = self._draft(entries, clock)
+        self._forward_and_verify(fed, emitting, clock)
+        self._commit(fed, emitting, clock)
+
+    def _run_cycles(self, entries: Seq[ScheduledSequence], num_same: int, clock: StepClock) -> bool:
+        """Let the target run the next steps in one call, and take them; whether there were any.
+
+        A step whose batch is not the one of the call is not taken: nothing of it was committed.
+        """
+        if self.max_cycles == 1 or self._keeps_logits():
+            return False
+        batch = cycle_batch(entries, self.drafter, self.target.store.feature_layers)
+        if batch is None:
+            return False
+        called_s = time.monotonic()
+        cycles = self.target.run_cycles(batch, max(1, min(num_same, self.max_cycles)))
+        begun_s = clock.started_s + time.monotonic() - called_s
+        plans = [entry.plan for entry in entries]
+        for at, cycle in enumerate(cycles):
+            if at:
+                if self.scheduler.must_change():
+                    break
+                begun_s = time.monotonic()
+                if self._is_decided:
+                    self._is_observed = self.decisions.advance()
+                entries = self.scheduler.entries()
+            for place, (entry, plan) in enumerate(zip(entries, plans, strict=True)):
+                entry.plan = plan
+                self._take(entry, batch.members[place], cycle, place)
+            self._commit(entries, entries, CycleClock(cycle, called_s, begun_s))
+        return bool(cycles)
+
+    def _take(
+        self, entry: ScheduledSequence, member: CycleMember, cycle: ModelCycle, place: int
+    ) -> None:
+        """Note in the stores what a cycle staged of a sequence; set its proposal and verdict."""
+        num_accepted, final, expected = cycle.outcomes[place]
+        tokens: tuple[int, ...] = (final,)
+        if depth := member.num_drafted:
+            assert self.drafter is not None
+            chain, ids = cycle.chains[place], cycle.ids[place]
+            num_levels = len(ids)
+            self.drafter.note_chain(
+                entry, chain[:depth] if depth < num_levels else chain, num_levels
+            )
+            tokens = (*ids[:num_accepted], final)
+            if member.rule == "walk":
+                first = place * num_levels
+                expected = expected_accepted(entry.tree, cycle.matches[first : first + depth])
+        entry.num_chain = 1
+        context = entry.context
+        context.store.claim(context.slot, entry.num_cached, 1 + depth, writes_features=True)
+        if member.rule == "greedy":
+            expected = num_accepted
+        entry.verdict = verdict_of(entry, tuple(range(num_accepted)), tokens, expected)
 
     def release(self, sequence: Sequence) -> None:
         """Free the KV slot of a sequence, whose rows may stay cached, and its draft state."""
@@ -162,12 +221,6 @@ class Stepper:
             sequence.context = None
         if self.drafter is not None:
             self.drafter.forget(sequence)
-
-    def is_ahead(self) -> bool:
-        """Whether cycles have been computed ahead for the running sequences."""
-        if self.cycles is None or self._keeps_logits():  # cycles computed ahead keep no logits
-            return False
-        return self.cycles.is_ahead_of(self.scheduler.running)
 
     def _keeps_logits(self) -> bool:
         if not self.observers:
@@ -188,75 +241,47 @@ class Stepper:
             logger.warning("observer %s failed and was removed: %r", name, error)
             return None
 
-    def _plan(self, entries: Seq[ScheduledSequence]) -> None:
-        """Let the controller plan for sequences that may draft."""
-        self._is_resting = self._continues_rest(entries)
-        if self.drafter is not None and not self._is_resting:
-            if self._num_rested:
-                self.controller.rested(self._num_rested, self._rested_s)
-                self._num_rested, self._rested_s = 0, 0.0
-            self._decide_plans(entries)
-
-    def _draft(
-        self, entries: Seq[ScheduledSequence], clock: StepClock
-    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
-        """Let the drafter propose, and share out the rows of the pass.
-
-        A cycle that was computed ahead has the proposals, and the verdicts already.
-        """
-        cycle: AheadTimes | None = None
-        if self.cycles is not None and not self._keeps_logits():
-            cycle = self.cycles.take(entries, self._num_same(entries))
-        if cycle is not None:
-            clock.take(cycle)
-        else:
-            clock.mark("draft_start")
-            drafting = [entry for entry in entries if entry.plan.num_speculative_tokens]
-            if self.drafter is not None and drafting:
-                self.drafter.propose(drafting)
-            clock.mark("draft_end")
-        fed = self.scheduler.assign_rows(entries)
-        return fed, [entry for entry in fed if entry.completes]
-
-    def _num_same(self, entries: Seq[ScheduledSequence]) -> int:
-        """Return for how many steps the present plans stay, this step included.
-
-        A drafter that has paused for some tokens is asked again after as many plain steps.
-        """
-        if self.drafter is None:
-            return 1 << 31
-        if self._rest_left or self._is_resting:
-            return 1 + self._rest_left
-        num_same = 1 + self.controller.num_held()
-        pauses = [num for e in entries if (num := e.sequence.num_paused) > 0]
-        return min([num_same, *pauses])
-
-    def _decide_plans(self, entries: Seq[ScheduledSequence]) -> None:
+    def _plan(self, entries: Seq[ScheduledSequence]) -> int:
         """Set the plans of sequences that may draft: prompt fully fed and drafter not paused.
 
         The controller plans for those whose request has no plan of its own (`RequestTerms.plan`).
+
+        Returns:
+            For how many steps the plans stay, this one included. A drafter that has paused for some
+            tokens is asked again after as many plain steps.
         """
+        self._is_observed, self._is_decided = self.drafter is not None, False
+        if self.drafter is None:
+            return self.max_cycles
         free = [entry for entry in entries if entry.decodes and entry.sequence.may_draft]
-        asked = [entry for entry in free if entry.sequence.plan is None]
-        states = [state_of(entry.sequence) for entry in asked]
-        plans = iter(self.controller.decide(states, self.capacity) if states else ())
+        asked = [entry.sequence for entry in free if entry.sequence.plan is None]
+        decisions, num_same = self.decisions, self.max_cycles
+        plans: Iterator[Plan] = iter(())
+        if asked:
+            is_whole = len(asked) == len(entries)
+            plans = iter(decisions.plan(asked, state_of, is_whole=is_whole))
+            num_same, self._is_observed = 1 + decisions.num_left, decisions.is_observed
+            self._is_decided = True
         for entry in free:
             plan = entry.sequence.plan or next(plans)
             most = self.max_nodes if isinstance(plan.shape, Tree) else self.max_chain
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
-        if len(asked) < len(entries):
-            return
-        if not any(entry.plan.num_speculative_tokens for entry in entries):
-            self._rest_left = max(0, self.controller.rest())
-            self._rest_of = [entry.sequence for entry in entries]
+            if entry.plan is not plan and plan.num_speculative_tokens > 0:
+                decisions.end()
+        pauses = [num for e in entries if (num := e.sequence.num_paused) > 0]
+        return min([num_same, *pauses])
 
-    def _continues_rest(self, entries: Seq[ScheduledSequence]) -> bool:
-        """Whether the controller has nothing to decide; a rest ends where other requests run."""
-        if self._rest_left == 0:
-            return False
-        same = [entry.sequence for entry in entries] == self._rest_of
-        self._rest_left = self._rest_left - 1 if same else 0
-        return same
+    def _draft(
+        self, entries: Seq[ScheduledSequence], clock: StepClock
+    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
+        """Let the drafter propose, and share out the rows of the pass."""
+        clock.mark("draft_start")
+        drafting = [entry for entry in entries if entry.plan.num_speculative_tokens]
+        if self.drafter is not None and drafting:
+            self.drafter.propose(drafting)
+        clock.mark("draft_end")
+        fed = self.scheduler.assign_rows(entries)
+        return fed, [entry for entry in fed if entry.completes]
 
     @torch.inference_mode()
     def _forward_and_verify(
@@ -322,22 +347,19 @@ class Stepper:
 
     def _commit(
         self, fed: Seq[ScheduledSequence], emitting: Seq[ScheduledSequence], clock: StepClock
-    ) -> list[StepRecord]:
-        """Commit tokens and KV, count the step, and tell drafter and controller what came out.
-
-        The records are empty if nothing observes the engine.
-        """
+    ) -> None:
+        """Commit tokens and KV, count the step, and pass what came out to all that observe it."""
         self.is_committing = True
         for entry in fed:
             entry.commit()
         self.is_committing = False
-        if self._is_resting:
-            self._num_rested += 1
-            self._rested_s += sum(clock.durations())
-        controls = self.drafter is not None and not self._is_resting
-        # During a rest all steps are plain; most drafters observe them before their next draft.
-        if self.drafter is not None and (controls or self.drafter.required_top_k):
-            self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
+        controls = self._is_observed
+        # Where all steps are plain, most drafters observe them before their next draft.
+        if self.drafter is not None:
+            if controls or self.decisions.drafts or self.drafter.required_top_k:
+                self.drafter.observe([entry for entry in fed if entry.sequence.stop is None])
+            if not controls:
+                self.decisions.skip(sum(clock.durations()))
         is_observed = controls or bool(self.observers)
         records = self._records(emitting, fed, clock) if emitting and is_observed else []
         if controls:
@@ -348,7 +370,8 @@ class Stepper:
             self.num_drafted += entry.num_drafted
             self.num_accepted += entry.verdict.num_accepted
             self.num_emitted += entry.num_emitted
-        return records
+        if self.observers:
+            self._notify_observers(fed, emitting, records)
 
     def _records(
         self, emitting: Seq[ScheduledSequence], fed: Seq[ScheduledSequence], clock: StepClock
@@ -393,8 +416,6 @@ class Stepper:
         records: Seq[StepRecord],
     ) -> None:
         """Pass the step to the observers in the order in which they were added."""
-        if not self.observers:
-            return
         prefilling = [entry for entry in fed if not entry.completes]
         step = ObservedStep(records=records, emitting=emitting, prefilling=prefilling)
         for observer in tuple(self.observers):

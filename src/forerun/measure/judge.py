@@ -22,7 +22,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forerun.drafters.base import Drafter
-from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.draft_sequence import fit_vocabulary
 from forerun.drafters.eagle3.head import Eagle3Head, is_eagle3, over_target_vocabulary
 from forerun.drafters.eagle3.load import read_eagle3_head
@@ -654,7 +653,7 @@ def _choose_scorer(engine: Engine, draft: str | Path | Drafter) -> Scorer | None
 def draft_model_of(engine: Engine) -> LanguageModel | None:
     """Return the draft model of an engine; None where the drafter has no separate model."""
     drafter = engine.drafter
-    if isinstance(drafter, DraftModel) and not drafter.required_features:
+    if drafter is not None and drafter.model is not None and not drafter.required_features:
         return None if drafter.model.store is engine.target.store else drafter.model
     return None
 

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from statistics import median
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState
 from forerun.control.named import FixedController
+from forerun.drafters.base import Drafter
 from forerun.drafters.config import parse_drafter
-from forerun.drafters.draft_model import DraftModel
 from forerun.engine.auto_drafts import COPIER, fitting_models
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -170,16 +170,13 @@ class _DepthsInTurn(Controller):
         self._num_rounds = 0
         self._left: list[int] = []  # K of the next steps, in reverse order
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         if not self._left:
             keys = [finalise((self._num_rounds * 64 + k) * INCREMENT & MASK) for k in self.depths]
             order = sorted(zip(keys, self.depths, strict=True))
-            self._left = [k for _, k in order for _ in range(NUM_HELD)]
+            self._left = [k for _, k in reversed(order)]
             self._num_rounds += 1
-        return [Plan.chain(self.method, self._left.pop())] * len(states)
-
-    def num_held(self) -> int:
-        return len(self._left) % NUM_HELD
+        return Decision([Plan.chain(self.method, self._left.pop())] * len(states), NUM_HELD)
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         self.records += records
@@ -385,9 +382,9 @@ def _try(
     return trial, steps
 
 
-def _count_parameters(drafter: object, target: Engine) -> int | None:
+def _count_parameters(drafter: Drafter, target: Engine) -> int | None:
     """Return the parameters of a draft model; None for a drafter that reads the target's own."""
-    model = drafter.model if isinstance(drafter, DraftModel) else None
+    model = drafter.model
     return None if model is None or model is target.target else model.num_parameters
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from forerun.control.base import Plan
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.config import NONE, parse_drafter
-from forerun.drafters.draft_model import DraftModel, SelfDraft
 from forerun.drafters.eagle3.drafter import AttachedModel, Eagle3Drafter, HeadBatch
 from forerun.drafters.foreign import OwnTokenDraft, TextDraft
 from forerun.drafters.registry import is_head
@@ -52,7 +51,6 @@ from forerun.models.base import (
     Context,
     LanguageModel,
     ModelOutput,
-    QuantisableModel,
     RowBatch,
     Span,
     StoredModel,
@@ -311,12 +309,12 @@ class LoadedPair:
     def draft(self) -> LanguageModel | None:
         """The model that the draft reads text with; None if it has none of its own."""
         drafter = self.drafter.draft if isinstance(self.drafter, TextDraft) else self.drafter
-        return drafter.model if isinstance(drafter, DraftModel) else None
+        return None if drafter is None else drafter.model
 
     @property
     def reads_ids(self) -> bool:
         """Whether the draft is a model that continues any token ids of the target."""
-        return isinstance(self.drafter, DraftModel) and not isinstance(self.drafter, OwnTokenDraft)
+        return self.draft is not None and not isinstance(self.drafter, OwnTokenDraft | TextDraft)
 
 
 def load_pair(
@@ -404,7 +402,7 @@ def facts_of(
         dtype, element_bytes = str(stored.dtype).removeprefix("torch."), stored.dtype.itemsize
         kv_bytes = stored.architecture.kv_token_elements * element_bytes
         folder = ModelFiles.find(name).folder if has_files else None
-        if isinstance(model, QuantisableModel) and (folder is None or folder.is_file()):
+        if model.bytes_read is not None and (folder is None or folder.is_file()):
             pass_bytes = model.bytes_read
         else:
             num_read = model.num_parameters
@@ -972,16 +970,16 @@ def _draft_rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -
     A drafter whose chains are no chains of a model's passes is measured in whole steps alone.
     """
     drafter, model = pair.drafter, pair.draft
-    if model is None:
+    if drafter is None or model is None:
         return
-    catches_up = isinstance(drafter, Eagle3Drafter)
+    catches_up = bool(drafter.required_features)
     if isinstance(drafter, Eagle3Drafter):
         model = FedHead(drafter.attached, len(drafter.feature_layers), pair.target.hidden_size)
     found = prefixes(model, config.contexts)
-    if isinstance(drafter, DraftModel):
+    if drafter.model is not None:
         for context, prefix in found.items():
             cells = list(chain_cells(config, context, catches_up=catches_up))
             yield PassRig(model, cells, prefix, stopwatch)
-    if config.read and not isinstance(drafter, SelfDraft):
+    if config.read and drafter.reads_text:
         cells = list(read_cells(config, Quantity.DRAFT_READ))
         yield PassRig(model, cells, found[config.contexts[0]], stopwatch)

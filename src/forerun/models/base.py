@@ -6,9 +6,9 @@ Subclasses of `WrappedModel` change the passes of another model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Float32, Int64
@@ -84,38 +84,131 @@ class ModelOutput:
     features: Float[Tensor, "rows layers width"] | None = None
 
 
-@runtime_checkable
-class LanguageModel(Protocol):
-    """A causal language model that runs packed rows; its only state is its weights and KV store."""
+class SampledTokens(NamedTuple):
+    """Token chains drawn in one call.
 
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
+    Attributes:
+        probs: the distribution each was drawn from.
+    """
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters; tied parameters are counted once."""
+    tokens: Int64[Tensor, "num_tokens sequences"]
+    probs: Float32[Tensor, "num_tokens sequences vocab"]
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the model."""
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream, and so of features."""
+class LikelyTree(NamedTuple):
+    """The nodes with the most probable paths, depth-first.
 
-    @property
-    def max_context(self) -> int:
-        """Largest number of tokens (prompt and output) one sequence may have."""
+    Attributes:
+        rows: rows of the nodes' KV after the row of the last committed token; -1 where a node was
+            not fed.
+        log_probs: of the path down to every node.
+    """
 
-    @property
-    def store(self) -> KVStore:
-        """The store that holds this model's KV."""
+    tree: TokenTree
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    log_probs: tuple[float, ...]
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the inputs and of the logits."""
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CycleMember:
+    """One sequence in the cycles of a call.
+
+    Attributes:
+        num_committed: its tokens; the last of them has no row in the target's slot.
+        num_left: tokens that it may still emit.
+        unread: committed tokens without a row in the draft's slot; the last token where nothing is
+            drafted.
+        num_drafted: per cycle; 0 decodes plainly.
+        rule: "greedy" compares with the argmax; "walk", "block" and "token" are those of
+            `sampling.config`.
+        is_coupled: the draft is drawn with the target's noise.
+        ends: tokens that may end the sequence.
+        truncation: min_p, top_k (0: none) and 1 - top_p of both distributions.
+    """
+
+    noise_key: int
+    num_committed: int
+    num_left: int
+    slot: int
+    unread: Sequence[int]
+    draft_slot: int = 0
+    num_draft_rows: int = 0
+    num_drafted: int = 0
+    rule: str
+    is_coupled: bool = False
+    ends: Collection[int]
+    temperature: float
+    draft_temperature: float = 0.0
+    truncation: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CycleBatch:
+    """The sequences of a call of `LanguageModel.run_cycles`, and the model that drafts for them.
+
+    Attributes:
+        is_drawn: whether some chain is drawn, and not the most likely one.
+        by_race: draw as `sampling.walk.race` does.
+    """
+
+    members: Sequence[CycleMember]
+    draft: LanguageModel | None = None
+    is_drawn: bool = False
+    by_race: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelCycle:
+    """One step of all members, whose rows are written but not committed.
+
+    Attributes:
+        started_s: when it began, in seconds after the call.
+        other_s: beyond drafting and the target pass.
+        outcomes: of every member how many drafted tokens are accepted, the token after them, and
+            the expected number (of "walk" it follows from `matches`).
+        chains: the drafted tokens of every member, as many as the longest chain has; `ids` are the
+            same as numbers.
+        matches: P(node equals the target's draw) of every member and level, one after another.
+    """
+
+    started_s: float
+    draft_s: float
+    verify_s: float
+    other_s: float
+    outcomes: Sequence[tuple[int, int, float]]
+    chains: Sequence[Int64[Tensor, " depth"]]
+    ids: Sequence[tuple[int, ...]]
+    matches: Sequence[float]
+
+
+class LanguageModel(ABC):
+    """A causal language model that runs packed rows; its only state is its weights and KV store.
+
+    Attributes:
+        vocab_size: width of the logits.
+        num_parameters: tied parameters are counted once.
+        hidden_size: width of the residual stream, and so of features.
+        max_context: largest number of tokens (prompt and output) one sequence may have.
+        device: of the inputs and of the logits.
+        dtype: of embeddings and features.
+        drafts_in_one_call: whether `sampled_chain` and `likely_trees` can be called.
+        in_kernels: whether its passes run in the kernels, so that `run_cycles` of another model
+            may draft with it.
+    """
+
+    vocab_size: int
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    max_context: int
+    store: KVStore
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    drafts_in_one_call = False
+    in_kernels = False
+
+    @abstractmethod
     def forward(self, batch: RowBatch) -> ModelOutput:
         """Run one pass, which stages the KV of every row; the caller commits the rows.
 
@@ -123,24 +216,28 @@ class LanguageModel(Protocol):
             UnsupportedFeatures: a layer of `batch.feature_layers` does not exist.
         """
 
+    @abstractmethod
     def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
         """Token embeddings in the model's dtype, before positions are added.
 
         Raises UnsupportedFeatures where the model has no embedding.
         """
 
+    @abstractmethod
     def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         """Apply the final norm to rows that leave the last layer.
 
         Raises UnsupportedFeatures where the model has no residual stream.
         """
 
+    @abstractmethod
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Logits of rows to which the final norm was applied, in the model's dtype or a wider one.
 
         Raises UnsupportedFeatures where the model has no head.
         """
 
+    @torch.inference_mode()
     def greedy_chain(
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
@@ -149,39 +246,84 @@ class LanguageModel(Protocol):
         Stages the rows of `batch`, which has no trees and wants the logits of the last row of every
         span, and `num_tokens - 1` further ones per sequence, for the last token is not fed; the
         caller commits. The argmax is taken over the first `vocab_size` logits, lowest id on ties;
-        of NaN logits any id among them may come. Nothing waits for the device.
+        of NaN logits any id among them may come. Nothing waits for the device. By default one pass
+        per token.
         """
+        return chain_by_forward(self, batch, num_tokens, vocab_size)
 
+    def sampled_chain(
+        self,
+        batch: RowBatch,
+        keys: Int64[Tensor, "num_tokens sequences"],
+        temperatures: Float32[Tensor, " sequences"],
+        vocab_size: int,
+        *,
+        by_race: bool,
+    ) -> SampledTokens:
+        """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
 
-@runtime_checkable
-class LayeredModel(LanguageModel, Protocol):
-    """A language model that can also be run through its first layers alone."""
+        Stages rows as `greedy_chain` does. Only where `drafts_in_one_call`.
 
-    def first_layers(self, num_layers: int) -> LanguageModel:
+        Args:
+            temperatures: 0 is greedy.
+            vocab_size: width of the distributions, 0 past the model's own vocabulary; one is NaN
+                throughout where logits are NaN or infinite, and so are those after it.
+            by_race: draw as `sampling.walk.race` does, not by the inverse of the distribution.
+        """
+        raise NotImplementedError
+
+    def likely_trees(
+        self,
+        batch: RowBatch,
+        shapes: Sequence[tuple[int, int, int]],
+        temperatures: Sequence[float],
+        vocab_size: int,
+    ) -> list[LikelyTree]:
+        """Feed `batch`, then grow a tree of the most probable paths after every sequence.
+
+        One pass per level feeds the last row of every sequence once more, and the nodes that may
+        have children (EAGLE-2, 2406.16858). Stages the rows of `batch`, as `greedy_chain` takes it,
+        and those of the last pass over each tree; the caller commits. A tree has no nodes where the
+        first distribution is not valid. Only where `drafts_in_one_call`.
+
+        Args:
+            shapes: per sequence the most nodes, levels and children of a node.
+            temperatures: of the distributions that rank the paths, above 0.
+            vocab_size: tokens from here on are left out.
+        """
+        raise NotImplementedError
+
+    def run_cycles(self, batch: CycleBatch, most: int) -> list[ModelCycle]:
+        """Draft, run and verify up to `most` steps of all members in one call.
+
+        It ends after a cycle in which a member may have ended. Nothing is committed, and the same
+        noise draws the same tokens again. None by default: the caller takes the step by its parts.
+        """
+        return []
+
+    def first_layers(self, num_layers: int) -> LanguageModel | None:
         """Return the model cut after its first layers, with its final norm and head.
 
         Weights and store are shared: what one stages in a slot, the other finds there in the layers
         they have in common. Rows that the shorter one staged must not be committed, for the upper
-        layers lack them.
+        layers lack them. None where the model cannot be cut.
         """
-
-
-@runtime_checkable
-class QuantisableModel(LanguageModel, Protocol):
-    """A language model whose weights can be quantised once more while it is loaded."""
+        return None
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes of weights that a pass reads."""
+    def bytes_read(self) -> int | None:
+        """Bytes of weights that a pass reads, where they are known."""
+        return None
 
-    def in_fewer_bits(self, weights: WeightFormat) -> LanguageModel:
-        """Return a model of the same weights quantised, on the same store.
+    def in_fewer_bits(self, weights: WeightFormat) -> LanguageModel | None:
+        """Return a model of the same weights quantised, on the same store; None if it cannot be.
 
         Rows that it stages must not be committed: they are not those of this model.
         """
+        return None
 
 
-class StoredModel(ABC):
+class StoredModel(LanguageModel):
     """A LanguageModel whose sizes, device and dtype follow from its architecture and its store."""
 
     def __init__(self, architecture: Architecture, store: TensorKVStore) -> None:
@@ -193,17 +335,6 @@ class StoredModel(ABC):
         self.max_context = store.geometry.capacity
         self.device = store.device
         self.dtype = store.geometry.dtype
-
-    @abstractmethod
-    def forward(self, batch: RowBatch) -> ModelOutput:
-        """Run one pass, which stages the KV of every row; the caller commits the rows."""
-
-    @torch.inference_mode()
-    def greedy_chain(
-        self, batch: RowBatch, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Feed `batch`, then continue every sequence with its most likely tokens, pass by pass."""
-        return chain_by_forward(self, batch, num_tokens, vocab_size)
 
     def _check_features(self, layers: tuple[int, ...]) -> None:
         """Refuse layers the model does not have."""
@@ -221,7 +352,7 @@ class StoredModel(ABC):
 
 
 def chain_by_forward(
-    model: LanguageModel | StoredModel, batch: RowBatch, num_tokens: int, vocab_size: int
+    model: LanguageModel, batch: RowBatch, num_tokens: int, vocab_size: int
 ) -> Int64[Tensor, "sequences num_tokens"]:
     """`LanguageModel.greedy_chain`, level by level: one pass per token, one row per sequence."""
     levels = [_most_likely(model, batch, vocab_size)]
@@ -241,7 +372,7 @@ def chain_by_forward(
     return torch.stack(levels, dim=1)
 
 
-def _most_likely(model: LanguageModel | StoredModel, batch: RowBatch, vocab_size: int) -> Tensor:
+def _most_likely(model: LanguageModel, batch: RowBatch, vocab_size: int) -> Tensor:
     return model.forward(batch).logits[:, :vocab_size].argmax(dim=-1)
 
 
@@ -332,78 +463,7 @@ def pack(
     )
 
 
-class SampledTokens(NamedTuple):
-    """Token chains drawn in one call.
-
-    Attributes:
-        probs: the distribution each was drawn from.
-    """
-
-    tokens: Int64[Tensor, "num_tokens sequences"]
-    probs: Float32[Tensor, "num_tokens sequences vocab"]
-
-
-class LikelyTree(NamedTuple):
-    """The nodes with the most probable paths, depth-first.
-
-    Attributes:
-        rows: rows of the nodes' KV after the row of the last committed token; -1 where a node was
-            not fed.
-        log_probs: of the path down to every node.
-    """
-
-    tree: TokenTree
-    tokens: tuple[int, ...]
-    rows: tuple[int, ...]
-    log_probs: tuple[float, ...]
-
-
-@runtime_checkable
-class DraftsInOneCall(Protocol):
-    """A model that drafts all tokens of chains, or of trees, in one call."""
-
-    def sampled_chain(
-        self,
-        batch: RowBatch,
-        keys: Int64[Tensor, "num_tokens sequences"],
-        temperatures: Float32[Tensor, " sequences"],
-        vocab_size: int,
-        *,
-        by_race: bool,
-    ) -> SampledTokens:
-        """Feed `batch`, then continue every sequence with tokens drawn at its temperature.
-
-        Stages rows as `LanguageModel.greedy_chain` does.
-
-        Args:
-            temperatures: 0 is greedy.
-            vocab_size: width of the distributions, 0 past the model's own vocabulary; one is NaN
-                throughout where logits are NaN or infinite, and so are those after it.
-            by_race: draw as `sampling.walk.race` does, not by the inverse of the distribution.
-        """
-
-    def likely_trees(
-        self,
-        batch: RowBatch,
-        shapes: Sequence[tuple[int, int, int]],
-        temperatures: Sequence[float],
-        vocab_size: int,
-    ) -> list[LikelyTree]:
-        """Feed `batch`, then grow a tree of the most probable paths after every sequence.
-
-        One pass per level feeds the last row of every sequence once more, and the nodes that may
-        have children (EAGLE-2, 2406.16858). Stages the rows of `batch`, as
-        `LanguageModel.greedy_chain` takes it, and those of the last pass over each tree; the caller
-        commits. A tree has no nodes where the first distribution is not valid.
-
-        Args:
-            shapes: per sequence the most nodes, levels and children of a node.
-            temperatures: of the distributions that rank the paths, above 0.
-            vocab_size: tokens from here on are left out.
-        """
-
-
-class WrappedModel:
+class WrappedModel(LanguageModel):
     """A LanguageModel that passes every call on to another one."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -415,9 +475,7 @@ class WrappedModel:
         self.max_context = model.max_context
         self.store = model.store
         self.device = model.device
-        self.embed = model.embed
-        self.final_norm = model.final_norm
-        self.head = model.head
+        self.dtype = model.dtype
 
     def forward(self, batch: RowBatch) -> ModelOutput:
         return self.model.forward(batch)
@@ -426,3 +484,12 @@ class WrappedModel:
         self, batch: RowBatch, num_tokens: int, vocab_size: int
     ) -> Int64[Tensor, "sequences num_tokens"]:
         return self.model.greedy_chain(batch, num_tokens, vocab_size)
+
+    def embed(self, tokens: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        return self.model.embed(tokens)
+
+    def final_norm(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        return self.model.final_norm(hidden)
+
+    def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        return self.model.head(hidden)

@@ -60,14 +60,11 @@ class HuggingFaceModel(StoredModel):
     ) -> None:
         super().__init__(architecture, store)
         self.network = network
+        self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
         self.family = find_family(architecture.name)
         self._recurrent_pass: RecurrentPass | None = None
         if isinstance(store, RecurrentStore) and architecture.recurrent is not None:
             self._recurrent_pass = pack_recurrent_layers(network, architecture, store)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.network.parameters())
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Controller, DecisionReuse, Plan, RequestState, Tree
 from forerun.control.config import CONTROLLER_NAMES
 from forerun.control.costs import DrafterTraits
 from forerun.control.goodput import GoodputController
@@ -278,7 +278,9 @@ class Server:
         self.config = workload.server
         self.times = times
         self.controller = controller
-        self.capacity = Capacity(max_rows=self.config.max_step_rows)
+        self.decisions: DecisionReuse[SimulatedRequest] = DecisionReuse(
+            controller, Capacity(max_rows=self.config.max_step_rows)
+        )
         self.now_s = self.busy_s = 0.0
         self.num_cycles = self.num_decoding = 0
         self.waiting: deque[SimulatedRequest] = deque()
@@ -326,7 +328,10 @@ class Server:
             read_s = reading.target_more_s if decoding else reading.target_pass_s
             cycle.verify_s += read_s(cycle.num_prefill_rows)
         self._commit(decoding, emitting, cycle)
-        self.controller.observe([cycle.record(request) for request in emitting])
+        if decoding and not self.decisions.is_observed:
+            self.decisions.skip(cycle.total_s)
+        else:
+            self.controller.observe([cycle.record(request) for request in emitting])
 
     def verify(self, request: SimulatedRequest) -> int:
         """Verify a draft and return the number of emitted tokens."""
@@ -349,21 +354,23 @@ class Server:
     def _plan(self, decoding: Sequence[SimulatedRequest]) -> None:
         """Set the controller's plans, limited to the tokens left and to the largest K."""
         max_k, max_tree_nodes = self.config.max_k, self.config.max_tree_nodes
-        states = [
-            RequestState(
-                request_id=request.name,
-                num_committed=request.num_committed,
-                max_new=request.num_output - request.num_emitted,
-                temperature=self.workload.temperature,
-                tags=request.tags,
-            )
-            for request in decoding
-        ]
-        plans = self.controller.decide(states, self.capacity)
+        is_whole = len(decoding) == len(self.running)
+        plans = self.decisions.plan(decoding, self._describe, is_whole=is_whole)
         for request, plan in zip(decoding, plans, strict=True):
             most = max_tree_nodes if isinstance(plan.shape, Tree) else max_k
-            left = request.num_output - request.num_emitted - 1
-            request.draft(plan, most, min(max_k, left))
+            deepest = min(max_k, request.num_output - request.num_emitted - 1)
+            if plan.shape.num_nodes > most or plan.shape.depth > deepest:
+                self.decisions.end()
+            request.draft(plan, most, deepest)
+
+    def _describe(self, request: SimulatedRequest) -> RequestState:
+        return RequestState(
+            request_id=request.name,
+            num_committed=request.num_committed,
+            max_new=request.num_output - request.num_emitted,
+            temperature=self.workload.temperature,
+            tags=request.tags,
+        )
 
     def _read_prompts(self, num_rows: int, cycle: SimulatedCycle) -> list[SimulatedRequest]:
         """Read prompts within the free rows of the pass; return requests with complete prompts."""

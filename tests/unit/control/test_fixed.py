@@ -13,7 +13,9 @@ def state(max_new: int) -> RequestState:
 
 
 def plans(k: int, *max_new: int, max_rows: int = 1024) -> list[int]:
-    chosen = FixedController(k).decide([state(n) for n in max_new], Capacity(max_rows=max_rows))
+    chosen = (
+        FixedController(k).decide([state(n) for n in max_new], Capacity(max_rows=max_rows)).plans
+    )
     return [plan.num_speculative_tokens for plan in chosen]
 
 
@@ -30,20 +32,22 @@ def test_requests_share_the_rows_of_a_pass():
 
 
 def test_a_plan_without_drafts_is_plain():
-    assert FixedController(4).decide([state(9)], Capacity(max_rows=1)) == [Plan()]
-    assert FixedController(4, "suffix").decide([state(9)], Capacity(max_rows=64)) == [
+    assert FixedController(4).decide([state(9)], Capacity(max_rows=1)).plans == [Plan()]
+    assert FixedController(4, "suffix").decide([state(9)], Capacity(max_rows=64)).plans == [
         Plan.chain("suffix", 4)
     ]
 
 
 def test_no_requests_no_plans():
-    assert FixedController(4).decide([], Capacity(max_rows=64)) == []
+    assert FixedController(4).decide([], Capacity(max_rows=64)).plans == []
 
 
 def test_a_tree_loses_nodes_where_requests_share_the_rows_of_a_pass():
     tree = Tree(num_nodes=7, depth=3, width=4)
     controller = FixedController(tree, "d")
-    assert controller.decide([state(9)], Capacity(max_rows=64)) == [Plan(method="d", shape=tree)]
+    assert controller.decide([state(9)], Capacity(max_rows=64)).plans == [
+        Plan(method="d", shape=tree)
+    ]
     cut = [Plan(method="d", shape=replace(tree, num_nodes=3))] * 2
-    assert controller.decide([state(9)] * 2, Capacity(max_rows=9)) == cut
-    assert controller.decide([state(9)], Capacity(max_rows=1)) == [Plan()]
+    assert controller.decide([state(9)] * 2, Capacity(max_rows=9)).plans == cut
+    assert controller.decide([state(9)], Capacity(max_rows=1)).plans == [Plan()]

@@ -25,7 +25,7 @@ LONG, SHORT = 512, 32
 
 def world(alpha: float, *names: str) -> World:
     methods = {name: table(**COSTS) for name in names or ("d",)}
-    return World(lambda *_: alpha, methods, noise=0.05, rests=True, read_s=READ_S)
+    return World(lambda *_: alpha, methods, noise=0.05, read_s=READ_S)
 
 
 def controller(*free: str) -> GoodputController:
@@ -171,15 +171,13 @@ def test_probes_that_gained_do_not_make_a_rest_negative():
         lambda *_: 0.5,
         {"d": table(draft=0.1)},
         seed=1,
-        rests=True,
         read_s=1e-4,
         num_output=300,
         noise=0.1,
     )
     for number in range(10):
         name = f"r{number}"
-        ours.names, ours.lengths, ours.rest_left = (name,), {name: 100}, 0
+        ours.names, ours.lengths = (name,), {name: 100}
         while ours.lengths[name] < 400:
             ours.step(fitted)
-            assert ours.rest_left >= 0
-            assert fitted.num_held() >= 0
+            assert ours.decisions.num_left >= 0

@@ -30,7 +30,6 @@ def best_of_all(acceptance) -> float:
 def chosen(acceptance, seed: int, *, has_profile: bool) -> tuple[GoodputController, float]:
     costs = {name: Tables(each) if has_profile else None for name, each in TABLES.items()}
     ours, world = GoodputController(costs, 8), World(acceptance, TABLES, noise=0.05, seed=seed)
-    world.rests = True
     return ours, world.run(ours, NUM_STEPS)
 
 
@@ -102,5 +101,5 @@ def test_a_report_before_the_first_step_is_empty_of_figures():
 def test_a_request_that_is_about_to_end_is_reported_at_full_length():
     ours = GoodputController({"d": Tables(table())}, 8)
     state = RequestState(request_id="r", num_committed=100, max_new=1, temperature=0.0)
-    assert ours.decide([state], CAPACITY)[0].num_speculative_tokens == 0
+    assert ours.decide([state], CAPACITY).plans[0].num_speculative_tokens == 0
     assert ours.choices()[1].shape != "nothing"

@@ -77,8 +77,8 @@ def shapes(ours: GoodputController, state: RequestState) -> set[type]:
     """Shapes of plans that are no probes, each decided anew."""
     found = set()
     for _ in range(12):
-        ours._active = None
-        (plan,) = ours.decide([state], CAPACITY)
+        ours._active, ours._plain_left = None, 0
+        (plan,) = ours.decide([state], CAPACITY).plans
         if not plan.probe:
             found.add(type(plan.shape))
     return found

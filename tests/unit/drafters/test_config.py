@@ -6,20 +6,23 @@ import pytest
 from tests import tiny
 
 from forerun.drafters import registry
-from forerun.drafters.config import DRAFTER_NAMES, NamedDrafter, parse_drafter
+from forerun.drafters.config import METHODS, NamedDrafter, parse_drafter
 from forerun.drafters.registry import (
-    DRAFTERS,
     build_drafter,
     find_checkpoint,
     register_checkpoint,
+    resolve,
 )
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import InvalidRequest
 from forerun.measure.bench.config import parse_arms
 
 
-def test_every_name_has_a_drafter():
-    assert tuple(DRAFTERS) == DRAFTER_NAMES
+def test_every_function_of_a_row_is_there():
+    for row in METHODS:
+        for function in (row.build, row.check, row.matches, row.load):
+            assert function is None or callable(resolve(function))
+        assert (row.matches is None) == (row.load is None) != (row.build is None)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_numbers_too_long_to_parse_are_refused():
 
 
 def test_the_type_registered_last_is_tried_first(monkeypatch):
-    monkeypatch.setattr(registry, "_checkpoints", [])
+    monkeypatch.setattr(registry, "METHODS", [])
     first, second = (lambda folder, target: SuffixDrafter() for _ in range(2))
     register_checkpoint(lambda config: "heads" in config, first)
     assert find_checkpoint({"heads": 3}) is first

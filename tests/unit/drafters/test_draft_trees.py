@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Chain, Controller, Decision, Plan, RequestState, Tree
 from forerun.drafters.draft_model import SelfDraft
 from forerun.engine.observing import ObservedStep
 from forerun.models.base import ModelOutput, RowBatch
@@ -56,15 +56,17 @@ class Shapes(Controller):
         self.shapes = shapes
         self.num_calls = 0
 
-    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
         self.num_calls += 1
         shapes = [
             self.shapes[(self.num_calls + place) % len(self.shapes)] for place in range(len(states))
         ]
-        return [
-            Plan(method="draft_model", shape=shape) if shape.num_nodes else Plan()
-            for shape in shapes
-        ]
+        return Decision(
+            [
+                Plan(method="draft_model", shape=shape) if shape.num_nodes else Plan()
+                for shape in shapes
+            ]
+        )
 
     def observe(self, records: Sequence[StepRecord]) -> None:
         """Nothing is learnt."""

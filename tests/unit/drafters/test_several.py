@@ -6,7 +6,7 @@ import pytest
 from tests import tiny
 from tests.faulty import RaisesInForget
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState
 from forerun.drafters.base import Drafter, Pause
 from forerun.drafters.draft_model import SelfDraft
 from forerun.drafters.registry import SeveralDrafters, named_by_method
@@ -24,15 +24,17 @@ class Turns(Controller):
         self.methods = methods
         self.step = 0
 
-    def decide(self, states: list[RequestState], capacity: Capacity) -> list[Plan]:
+    def decide(self, states: list[RequestState], capacity: Capacity) -> Decision:
         self.step += 1
-        return [
-            Plan.chain(
-                self.methods[(self.step + at) % len(self.methods)],
-                3,
-            )
-            for at in range(len(states))
-        ]
+        return Decision(
+            [
+                Plan.chain(
+                    self.methods[(self.step + at) % len(self.methods)],
+                    3,
+                )
+                for at in range(len(states))
+            ]
+        )
 
     def observe(self, records: list[StepRecord]) -> None:
         pass

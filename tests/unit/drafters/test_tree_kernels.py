@@ -46,7 +46,7 @@ def test_the_kernels_grow_the_trees_of_passes_over_single_levels(params, is_head
         else:
             drafter = tiny.drafting(native_model(tiny.network(num_layers=4, jitter=0.02)))
         if way == "levels":
-            drafter.use(WrappedModel(drafter.model))
+            drafter.model = WrappedModel(drafter.model)
         rows[way] = accepted_rows(drafter.model.store)
         shapes = (*SHAPES[:1], *SHAPES[2:4])
         texts, seen = run(target, drafter, params, *shapes, prompts=tiny.PROMPTS)

@@ -9,7 +9,7 @@ import torch
 from tests import tiny
 from tests.tabular import TabularModel
 
-from forerun.control.base import Controller, Plan, Tree
+from forerun.control.base import Controller, Decision, Plan, Tree
 from forerun.control.goodput import GoodputController
 from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter
@@ -36,7 +36,7 @@ class PlansTrees(Controller):
         self.plan = Plan(method="draft_model", shape=shape)
 
     def decide(self, states, capacity):
-        return [self.plan] * len(states)
+        return Decision([self.plan] * len(states))
 
     def observe(self, records):
         pass
@@ -104,7 +104,7 @@ class Listening(Controller):
 
     def decide(self, states, capacity):
         self.states += states
-        return [Plan.chain("draft_model", 50)] * len(states)
+        return Decision([Plan.chain("draft_model", 50)] * len(states))
 
     def observe(self, records):
         self.records += records
@@ -140,7 +140,7 @@ def test_requests_without_tags_have_none(listening):
 
 
 class Resting(Listening):
-    """Plans nothing, and rests for some steps."""
+    """Plans nothing for some steps, of which it needs the first alone."""
 
     def __init__(self, num_steps: int) -> None:
         super().__init__()
@@ -149,16 +149,13 @@ class Resting(Listening):
 
     def decide(self, states, capacity):
         self.states += states
-        return [Plan()] * len(states)
+        return Decision([Plan()] * len(states), self.num_steps, is_observed=False)
 
-    def rest(self):
-        return self.num_steps
-
-    def rested(self, num_steps, seconds):
+    def skip(self, num_steps, seconds):
         self.rests.append((num_steps, seconds))
 
 
-@pytest.mark.parametrize(("num_rest", "num_asked"), [(-2, 12), (0, 12), (3, 3), (100, 1)])
+@pytest.mark.parametrize(("num_rest", "num_asked"), [(-2, 12), (0, 12), (1, 12), (4, 3), (100, 1)])
 def test_a_controller_that_rests_is_neither_asked_nor_told(target, num_rest, num_asked):
     controller = Resting(num_rest)
     engine = tiny.engine_over(target, Bushy(), controller=controller)
@@ -169,7 +166,7 @@ def test_a_controller_that_rests_is_neither_asked_nor_told(target, num_rest, num
     assert len(controller.records) == num_asked + 1  # and the step that ended the prompt
     assert len(records) == 13
     # A rest is reported before the next decision, with the seconds of its steps.
-    assert [count for count, _ in controller.rests] == [3, 3] * (num_rest == 3)
+    assert [count for count, _ in controller.rests] == [3, 3] * (num_rest == 4)
     of_three = pytest.approx(3 * sum(StepClock.durations(None)))
     assert all(seconds == of_three for _, seconds in controller.rests)
 
@@ -228,7 +225,7 @@ class EveryFifth(Listening):
     def decide(self, states, capacity):
         self.states += states
         tree = Plan(method="draft_model", shape=Tree(num_nodes=2, depth=2, width=1))
-        return [Plan() if len(self.states) % 5 else tree] * len(states)
+        return Decision([Plan() if len(self.states) % 5 else tree] * len(states))
 
 
 def test_a_drafter_is_told_of_plain_steps_before_its_next_draft(target):

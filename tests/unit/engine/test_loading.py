@@ -212,7 +212,7 @@ def test_a_target_that_cannot_give_what_a_head_uses_is_refused(tmp_path, kind, m
 
 
 def test_a_registered_checkpoint_type_is_loaded_by_its_loader(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_checkpoints", [])
+    monkeypatch.setattr(registry, "METHODS", [])
     (tmp_path / "config.json").write_text('{"architectures": ["Heads"]}')
     loaded = []
 

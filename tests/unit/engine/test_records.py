@@ -10,7 +10,7 @@ import torch
 from tests import tiny
 from tests.tabular import TabularModel
 
-from forerun.control.base import Capacity, Controller, Plan, RequestState
+from forerun.control.base import Capacity, Controller, Decision, Plan, RequestState
 from forerun.engine import step
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords, ObservedStep
@@ -163,8 +163,8 @@ class Greedy(Controller):
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def decide(self, states: list[RequestState], capacity: Capacity) -> list[Plan]:
-        return [Plan.chain("mine", self.k) for _ in states]
+    def decide(self, states: list[RequestState], capacity: Capacity) -> Decision:
+        return Decision([Plan.chain("mine", self.k) for _ in states])
 
     def observe(self, records: list[StepRecord]) -> None:
         """Nothing to learn."""

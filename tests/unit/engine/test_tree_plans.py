@@ -12,7 +12,7 @@ from tests import tiny
 from tests.tabular import TabularModel
 
 from forerun.cli.generate import TreeView
-from forerun.control.base import Capacity, Chain, Controller, Plan, RequestState, Tree
+from forerun.control.base import Capacity, Chain, Controller, Decision, Plan, RequestState, Tree
 from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.registry import SeveralDrafters
@@ -168,7 +168,7 @@ def test_chains_are_cut_to_k_and_trees_to_the_most_nodes(target):
             shape = Chain(num_tokens=9)
             if self.num_decisions % 2:
                 shape = Tree(num_nodes=9, depth=2, width=4)
-            return [Plan(method="draft_model", shape=shape)] * len(states)
+            return Decision([Plan(method="draft_model", shape=shape)] * len(states))
 
         def observe(self, records):
             pass
@@ -195,7 +195,7 @@ def test_the_first_of_several_drafters_drafts_the_tree(target):
     config = EngineConfig(tree=SHAPE)
     drafters = {"draft_model": tiny.drafting(tiny.cousin(target, 5), 8), "suffix": SuffixDrafter()}
     controller = default_controller(config, SeveralDrafters(drafters), {})
-    (plan,) = controller.decide([STATE], Capacity(max_rows=64))
+    (plan,) = controller.decide([STATE], Capacity(max_rows=64)).plans
     assert plan == Plan(method="draft_model", shape=SHAPE)
     reverse = dict(reversed(drafters.items()))
     with pytest.raises(InvalidRequest, match="the drafter suffix proposes chains only"):

@@ -12,7 +12,7 @@ from tests import tiny
 from tests.contract.test_more_families import network
 from transformers import AutoModelForCausalLM
 
-from forerun.drafters.config import DRAFTER_NAMES
+from forerun.drafters.config import METHODS
 from forerun.errors import (
     ForerunError,
     InvalidModel,
@@ -157,7 +157,7 @@ def test_paths_that_do_not_exist_are_not_looked_up(source, monkeypatch):
 
 
 def test_every_drafter_is_a_name_that_may_be_meant():
-    assert set(DRAFTER_NAMES) <= set(KNOWN_NAMES)
+    assert {row.name for row in METHODS if row.build} <= set(KNOWN_NAMES)
 
 
 def test_unknown_name():

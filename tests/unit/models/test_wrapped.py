@@ -11,7 +11,7 @@ from tests.natives import native_model
 from forerun.control.base import Plan
 from forerun.drafters.base import DraftRequest
 from forerun.drafters.draft_model import DraftModel
-from forerun.models.base import DraftsInOneCall, LanguageModel, LayeredModel
+from forerun.models.base import LanguageModel
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.proposal import Proposal
 
@@ -66,7 +66,7 @@ def test_what_is_drafted_through_a_wrapper_is_what_is_drafted_without(vocab_size
 
 def test_a_wrapper_can_do_what_its_model_can():
     native, eager = native_model(tiny.network()), tiny.adapted(tiny.network())
-    assert isinstance(wrapped_model(native), DraftsInOneCall)
-    assert not isinstance(wrapped_model(eager), DraftsInOneCall)
+    assert wrapped_model(native).drafts_in_one_call
+    assert not wrapped_model(eager).drafts_in_one_call
     # Layers of the model within would run past the clock, so there are none to be had.
-    assert not isinstance(wrapped_model(native), LayeredModel)
+    assert wrapped_model(native).first_layers(1) is None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from forerun.control.base import Chain
+from forerun.control.base import Chain, Decision
 from forerun.control.named import FixedController
 from forerun.plan.simulation import Times, serve, simulate
 from forerun.plan.workload import (
@@ -65,6 +65,8 @@ BENT = CostTable(
 class Listening(FixedController):
     """Keeps what it is told."""
 
+    is_observed = True
+
     def __init__(self, num_speculative_tokens):
         super().__init__(num_speculative_tokens)
         self.told = []
@@ -90,10 +92,10 @@ def test_cycles_take_what_the_table_says_at_the_depth_that_is_drafted():
 def test_a_cycle_has_the_overhead_of_its_deepest_draft():
     class Uneven(Listening):
         def decide(self, states, capacity):
-            plans = super().decide(states, capacity)
-            return [
-                replace(plan, shape=Chain(num_tokens=1 + 2 * n)) for n, plan in enumerate(plans)
-            ]
+            plans, *_ = super().decide(states, capacity)
+            return Decision(
+                [replace(plan, shape=Chain(num_tokens=1 + 2 * n)) for n, plan in enumerate(plans)]
+            )
 
     controller = Uneven(3)
     work = workload(requests=2, output_tokens=40)
@@ -203,6 +205,8 @@ def test_decoding_goes_before_prompts_and_chunks_are_kept():
     seen: list[tuple[int, int]] = []
 
     class Watching(FixedController):
+        is_observed = True
+
         def observe(self, records):
             seen.extend((r.batch_rows, r.num_prefill_rows) for r in records)
 
@@ -236,7 +240,7 @@ def test_the_controller_is_told_what_the_engine_would_tell():
     class Watching(FixedController):
         def decide(self, states, capacity):
             asked.extend(states)
-            return super().decide(states, capacity)
+            return Decision(super().decide(states, capacity).plans)
 
         def observe(self, records):
             told.extend(records)

@@ -747,7 +747,7 @@ def goodput_k(num_drafts: int, num_accepted: int) -> int:
     controller = GoodputController({"draft_model": Cheap()}, MAX_K)
     controller.decide([STATE], CAPACITY)
     controller.observe([outcome(num_drafts, num_accepted)])
-    (plan,) = controller.decide([STATE], CAPACITY)
+    (plan,) = controller.decide([STATE], CAPACITY).plans
     return max(1, plan.num_speculative_tokens)
 
 

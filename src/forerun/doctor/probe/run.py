@@ -48,7 +48,7 @@ from forerun.errors import IncompatibleDraft, NotEnoughMemory
 from forerun.measure.judge import draft_model_of, evenly_spaced
 from forerun.measure.profile import ProfileCell, ProfileConfig, Quantity
 from forerun.measure.rigs import PassRig, Stopwatch, measure, prefixes
-from forerun.models.base import LanguageModel, LayeredModel
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.draft_card import DraftCard, identify, read_card
 from forerun.models.tokenizers import check_vocabularies
@@ -281,9 +281,9 @@ def drafting_for_itself(engine: Engine) -> Engine | None:
     model's; an engine with the target loaded twice exercises both.
     """
     target = engine.target
-    if not isinstance(target, LayeredModel) or not engine.config.num_speculative_tokens:
-        return None
     whole = target.first_layers(target.num_layers)
+    if whole is None or not engine.config.num_speculative_tokens:
+        return None
     return engine.with_draft(SelfDraft(whole, vocab_size=target.vocab_size))
 
 

@@ -11,22 +11,22 @@ draft vocabulary.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from forerun.control.base import Plan
-from forerun.drafters.base import DraftRequest, StepOutcome
-from forerun.drafters.draft_model import PREFILL_CHUNK, DraftModel
-from forerun.drafters.draft_sequence import DraftSequence
+from forerun.drafters.base import ChainDraft, DraftRequest, StepOutcome
+from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.draft_sequence import PREFILL_CHUNK, DraftSequence
 from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
 from forerun.drafters.tree_growth import token_paths
-from forerun.errors import DrafterError, RunnerUnavailable
+from forerun.errors import RunnerUnavailable
 from forerun.models.architecture import Architecture
 from forerun.models.attention import attend_blocks, plan_pass
 from forerun.models.base import Context, LanguageModel, ModelOutput, RowBatch, Span, StoredModel
@@ -146,9 +146,15 @@ def _node_places(
 logger = logging.getLogger("forerun.drafting")
 
 
-class AttachedModel(LanguageModel, Protocol):
+class AttachedModel(LanguageModel):
     """A draft model whose rows read the target's hidden states, such as `Eagle3Model`."""
 
+    @property
+    def projection(self) -> PackedWeights | None:
+        """The matrix from features to input states if the kernels can apply it, else None."""
+        return None
+
+    @abstractmethod
     def fuse(
         self, features: Float[Tensor, "rows layers target_width"]
     ) -> Float[Tensor, "rows width"]:
@@ -168,44 +174,11 @@ class ShiftedContext(Context):
         return self.ids[start : len(self.ids) if limit is None else start + limit]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class AttachedSequence(DraftSequence):
-    """The state of one sequence in an EAGLE-3 head.
-
-    Attributes:
-        lacks_features: some row's features were not handed over, so that nothing can be drafted.
-    """
-
-    features: list[Tensor] = field(default_factory=list)
-    lacks_features: bool = False
-
-    @property
-    def num_features(self) -> int:
-        """Number of rows whose features have not been fed to the head yet."""
-        return sum(map(len, self.features))
-
-    def next_features(self, num_rows: int) -> Float[Tensor, "rows layers width"]:
-        if num_rows > self.num_features:
-            raise DrafterError(
-                f"request {self.name} has features of {self.num_features} rows where {num_rows} "
-                "are to be read"
-            )
-        if len(self.features) > 1:
-            self.features = [torch.cat(self.features)]
-        return self.features[0][:num_rows]
-
-    def keep_rows(self, num_rows: int) -> None:
-        """Commit the next `num_rows` rows, computed from features, and drop all rows after them."""
-        if num_rows:
-            self.context.commit(range(num_rows))
-            self.features = [self.next_features(self.num_features)[num_rows:]]
-        self.num_chain = 0
-
-
 class Eagle3Drafter(DraftModel):
     """Drafts chains and trees with an EAGLE-3 head."""
 
     method = "eagle3"
+    drafts_in_cycles = True
 
     def __init__(
         self, model: AttachedModel, feature_layers: tuple[int, ...], vocab_size: int
@@ -231,14 +204,6 @@ class Eagle3Drafter(DraftModel):
             proposals[at] = proposal
         return proposals
 
-    def _sequence(self, request: DraftRequest) -> AttachedSequence:
-        sequence = self._sequences.get(request.request_id)
-        if sequence is None:
-            sequence = AttachedSequence.begin(request, self._open(request))
-            self._sequences[request.request_id] = sequence
-        assert isinstance(sequence, AttachedSequence)
-        return sequence
-
     def _open(self, request: DraftRequest) -> Context:
         return ShiftedContext(self.model.store, request.ids)
 
@@ -247,26 +212,19 @@ class Eagle3Drafter(DraftModel):
         batch = super()._batch(spans, sequences)
         features: list[Tensor] = []
         for span, sequence in zip(spans, sequences, strict=True):
-            assert isinstance(sequence, AttachedSequence)
             features.append(sequence.next_features(span.num_chain))
         together = features[0] if len(features) == 1 else torch.cat(features)
         return HeadBatch.of(batch, self.attached.fuse(together))
 
-    def state_of(self, request_id: str) -> AttachedSequence | None:
-        """Return the state of a request if the kernels can go on.
-
-        They can apply the projection, and all pending rows have features.
-        """
+    def chain_draft(self, request_id: str, plan: Plan) -> ChainDraft | None:
+        """Return how cycles draft: they can project, and all pending rows have features."""
         sequence = self._sequences.get(request_id)
-        if self._columns is not None or self.projection is None or sequence is None:
+        is_cyclic = self._is_cyclic() and self._columns is None
+        if sequence is None or not is_cyclic or self.attached.projection is None:
             return None
-        assert isinstance(sequence, AttachedSequence)
-        return sequence if sequence.num_features == sequence.context.num_pending else None
-
-    @property
-    def projection(self) -> PackedWeights | None:
-        """The matrix from features to input states if the kernels can apply it, else None."""
-        return self.model.projection if type(self.model) is NativeEagle3Model else None
+        if sequence.num_features != sequence.context.num_pending:
+            return None
+        return sequence.chain_draft(self.model, self.required_features)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Receive the features of committed rows; many are fed at once, few with the next draft."""
@@ -285,14 +243,13 @@ class Eagle3Drafter(DraftModel):
 
     def _prefill(self, sequences: Sequence[DraftSequence]) -> None:
         """Feed pending rows in chunks until at most one chunk of features is left per sequence."""
-        waiting = [s for s in sequences if isinstance(s, AttachedSequence)]
-        while waiting := [s for s in waiting if s.num_features > PREFILL_CHUNK]:
+        while waiting := [s for s in sequences if s.num_features > PREFILL_CHUNK]:
             batch = self._batch([s.context.span(PREFILL_CHUNK) for s in waiting], waiting)
             self.model.forward(replace(batch, logit_rows=batch.logit_rows[:0]))
             for sequence in waiting:
                 sequence.keep_rows(PREFILL_CHUNK)
 
-    def _warn(self, sequence: AttachedSequence) -> None:
+    def _warn(self, sequence: DraftSequence) -> None:
         sequence.lacks_features, sequence.features = True, []
         if not self._warned:
             self._warned = True
@@ -305,7 +262,7 @@ class Eagle3Drafter(DraftModel):
             )
 
 
-class TorchHead(StoredModel):
+class TorchHead(StoredModel, AttachedModel):
     """A LanguageModel over a module of torch whose rows continue from states of the target."""
 
     store: ContiguousKVStore
@@ -374,7 +331,7 @@ class Eagle3Model(TorchHead):
         )
 
 
-class NativeEagle3Model(NativeModel):
+class NativeEagle3Model(NativeModel, AttachedModel):
     """An EAGLE-3 head whose passes run in the CPU kernels, as those of its target do."""
 
     def __init__(self, head: Eagle3Head, target: NativeModel) -> None:

@@ -34,7 +34,7 @@ from forerun.drafters.eagle3.head import (
     speculators_settings,
 )
 from forerun.errors import IncompatibleDraft, InvalidModel, RunnerUnavailable
-from forerun.models.base import LanguageModel, StoredModel
+from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import WEIGHTS, read_object, weight_files
 from forerun.models.runner.native import NativeModel
 from forerun.models.stored_tensors import check_tensors, read_tensors, write_files
@@ -195,7 +195,7 @@ def load_eagle3(folder: Path, target: LanguageModel) -> Eagle3Drafter:
     if not names_layers(settings := read_object(folder / "config.json")):
         origin = origin_of_layers(settings, head.config.feature_layers)
         logger.warning("the EAGLE-3 head in %s: %s", folder, origin)
-    dtype = target.dtype if isinstance(target, StoredModel) else torch.float32
+    dtype = target.dtype
     head = head.to(device=target.device, dtype=dtype).requires_grad_(False)
     return Eagle3Drafter(model_of(head, target), head.config.feature_layers, target.vocab_size)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from forerun.errors import NotEnoughMemory
 from forerun.models.architecture import Architecture, WeightFormat
-from forerun.models.base import LikelyTree, ModelOutput, RowBatch, SampledTokens, StoredModel
+from forerun.models.base import LikelyTree, ModelOutput, RowBatch, SampledTokens
 from forerun.models.decoder import (
     Decoder,
     QuantisedMatrix,
@@ -37,6 +37,7 @@ from forerun.models.decoder import (
 )
 from forerun.models.kv_store import BlockedKVStore
 from forerun.models.memory import KVGeometry, available_bytes, readable, weights_bytes
+from forerun.models.runner.cycles import KernelModel
 from forerun.models.runner.packed import (
     BLOCK_FORMATS,
     PackedWeights,
@@ -49,7 +50,6 @@ from forerun.native.library import (
     MatrixFormat,
     MatrixKind,
     PassStruct,
-    StoreStruct,
     VectorKind,
 )
 from forerun.theory.tree import NO_TREE, TokenTree
@@ -58,14 +58,14 @@ TREE_NODE = struct.Struct("qqqd")
 """`ForerunTreeNode` in kernels/interface.h."""
 
 
-class NativeModel(StoredModel):
+class NativeModel(KernelModel):
     """A LanguageModel whose passes run in the kernels; see `build_native_model`.
 
     Args:
         num_parameters: size of the model, tied parameters counted once.
     """
 
-    store: BlockedKVStore
+    drafts_in_one_call = True
 
     def __init__(
         self,
@@ -75,11 +75,8 @@ class NativeModel(StoredModel):
         architecture: Architecture,
         num_parameters: int,
     ) -> None:
-        super().__init__(architecture, store)
-        self.weights = weights
+        super().__init__(weights, store, architecture)
         self.num_parameters = num_parameters
-        _, num_slots, _, width, _ = store.data.shape
-        self.store_struct = StoreStruct(store.data.data_ptr(), num_slots, width)
 
     def forward(self, batch: RowBatch) -> ModelOutput:
         self._check_features(batch.feature_layers)

@@ -326,7 +326,7 @@ bool sampled_chain(void* decoder, const ForerunPass& pass, const ForerunStore& s
 using namespace forerun;
 
 // Python packs these by hand, as rows of 8-byte numbers (sampling/kernels.py, models/runner/native.py,
-// engine/cycles.py).
+// models/runner/cycles.py).
 static_assert(sizeof(ForerunChain) == 6 * 8 && sizeof(ForerunVerdict) == 4 * 8);
 static_assert(sizeof(ForerunTreeNode) == 4 * 8);
 static_assert(sizeof(ForerunMember) == 16 * 8 && sizeof(ForerunOutcome) == 3 * 8);

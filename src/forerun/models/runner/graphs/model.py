@@ -160,12 +160,9 @@ class TorchModel(StoredModel):
     ) -> None:
         sizes = weights.decoder.architecture
         super().__init__(replace(sizes, num_layers=len(weights.layers)), store)
+        self.num_parameters = weights.num_parameters
         self.weights = weights
         self.programs = programs
-
-    @property
-    def num_parameters(self) -> int:
-        return self.weights.num_parameters
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
