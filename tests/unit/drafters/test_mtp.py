@@ -22,7 +22,7 @@ from forerun.engine.auto_drafts import auto_drafts
 from forerun.engine.config import RequestTerms
 from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.load import load_model
-from forerun.models.mtp_layout import _found
+from forerun.models.mtp_layout import _find_first
 from forerun.sampling.config import Choice, SamplingParams
 from forerun.testing.conformance import check_drafter
 
@@ -281,5 +281,6 @@ def test_layers_that_the_configuration_lacks_are_still_refused(tmp_path):
 @pytest.mark.parametrize("pattern", ["model.mtp_layers.{}.x", "model.mtp.layers.{}.x"])
 def test_names_with_numbers_of_thousands_of_digits_are_no_modules(pattern):
     assert (
-        _found((pattern.format("9" * 5000), f"model.layers.{'9' * 5000}.enorm.weight"), 1) is None
+        _find_first((pattern.format("9" * 5000), f"model.layers.{'9' * 5000}.enorm.weight"), 1)
+        is None
     )
