@@ -66,8 +66,8 @@ chains, or if there is a profile."""
 TREES_EVERY = 8
 """Otherwise trees are compared at every n-th decision, with this n."""
 LEAST_GAIN = 0.05
-"""Gain of drafts over plain steps within the error of the estimates. Measuring plain steps is taken
-to lose at least this share, and drafters read prompts only for more."""
+"""Gain of drafts over plain steps within the error of the estimates: measuring plain steps is taken
+to lose at least this share."""
 UNLIMITED = 1 << 20
 """A number of tokens that no draft reaches."""
 Times = Mapping[str, StepTimes]
@@ -330,8 +330,8 @@ class GoodputController(Controller):
     ) -> bool:
         """Whether a drafter may process the tokens of a request that it has not processed yet.
 
-        The time that drafts are expected to save over the request's further tokens must exceed the
-        time of reading, for which all requests wait. For a drafter whose acceptance is uncertain,
+        The time that drafts are expected to save over the request's further tokens must exceed
+        twice the time of reading, for which all requests wait. For a drafter whose acceptance is uncertain,
         and for a probe (without a curve), reading must fit into the share of time set aside for it.
         """
         own = times[method]
@@ -347,8 +347,7 @@ class GoodputController(Controller):
             return batch * steps <= self._reading_left  # the others of the batch read as much
         values = zip(*chain_values(curve, own, batch), strict=True)
         saved = 1.0 - min([step_s / tokens for tokens, step_s in values]) / own.plain_s
-        saved -= LEAST_GAIN  # smaller ones are within the error of the estimates
-        return steps < saved * self.acceptance.num_expected(state)
+        return 2.0 * steps < saved * self.acceptance.num_expected(state)
 
     @property
     def _plain_run(self) -> int:

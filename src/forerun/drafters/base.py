@@ -188,5 +188,6 @@ class Drafter(ABC):
         return {self.method: self}
 
     def level_cost(self, target: LanguageModel) -> float | None:
-        """Return the cost of a drafted level in plain steps where it is known beforehand."""
-        return None
+        """Return the bytes that drafting a level reads as a share of the target's, if known."""
+        own = None if self.model is None else self.model.bytes_read
+        return None if own is None or target.bytes_read is None else own / target.bytes_read

@@ -313,11 +313,6 @@ class SelfDraft(DraftModel):
         super().__init__(model, vocab_size)
         self.method = method
 
-    def level_cost(self, target: LanguageModel) -> float | None:
-        """Return the bytes that a pass reads, as a share of the target's."""
-        own, whole = self.model.bytes_read, target.bytes_read
-        return None if own is None or whole is None else own / whole
-
     def _open(self, request: DraftRequest) -> Context:
         assert request.context is not None
         return TargetKVView(request.context)
