@@ -159,8 +159,9 @@ class BoundedFile:
         try:
             if self._waits and not select.select([self._handle], [], [], wait_s)[0]:
                 if is_first:
+                    limit_s = min(FIRST_DATA_S, self.limits.max_seconds)
                     raise UnreadableInput(
-                        f"nothing was written to {self.name} within {wait_s:.2g} s; start its "
+                        f"nothing was written to {self.name} within {limit_s:g} s; start its "
                         "writer first, or copy it to a regular file"
                     )
                 return self._read_chunk(size)

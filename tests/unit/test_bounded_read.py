@@ -59,7 +59,7 @@ def test_what_is_not_a_readable_file_is_refused(tmp_path, make):
 def test_a_pipe_without_writer_ends_at_the_time_limit(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(UnreadableInput, match=r"nothing was written .* within 0\.2 s"):
+    with pytest.raises(UnreadableInput, match=r"0\.2 s"):
         read_bytes(path, BRIEF)
 
 
