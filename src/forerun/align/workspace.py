@@ -112,7 +112,7 @@ class Workspace:
         training: folder of the checkpoint.
         metrics: file of the metrics of every optimiser step, as JSON lines.
         judgements: file of the judgements of the draft during training, as JSON lines.
-        manifest: file of the settings and of all inputs that decide the result; see `manifest.py`.
+        manifest: file of the settings and of all inputs that decide the result.
     """
 
     def __init__(self, root: Path, cache_root: Path | None = None) -> None:

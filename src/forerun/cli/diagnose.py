@@ -103,8 +103,9 @@ class DiagnoseOptions:
         usual = DiagnoseOptions()
         for name in [each.name for each in fields(self) if each.name not in usable]:
             if getattr(self, name) != getattr(usual, name):
-                flag = "--probe" if name == "probing" else f"--{name.replace('_', '-')}"
-                raise InvalidRequest(f"{flag} cannot be used with --watch: leave one of them out")
+                flag = f"--{name.replace('_', '-')} is"
+                flag = "--probe and its flags are" if name == "probing" else flag
+                raise InvalidRequest(f"{flag} not used with --watch: leave one of them out")
         if len(self.sources) != 1:
             raise InvalidRequest("--watch takes one SOURCE: the address of a server, or a file")
 

@@ -34,6 +34,7 @@ from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
 from forerun.theory.figures import Figures, Grouping, compare_with_plain, summarise_groups
 from forerun.theory.record import Json, StepRecord
+from forerun.trace.cycles import NUM_PARTS
 from forerun.trace.files import TraceWriter
 
 MIN_COMPARED_STEPS = 8
@@ -67,7 +68,9 @@ class RequestFigures(Figures):
         ttft_s: float | None,
     ) -> RequestFigures:
         """Compute the figures of all steps until now, even if the request was interrupted."""
-        cycles = Grouping(lambda record: record.cycle_id)
+        first = records[0].cycle_id if records else 0
+        cycles_per_part = (records[-1].cycle_id - first) // NUM_PARTS + 1 if records else 1
+        cycles = Grouping(lambda record: (record.cycle_id - first) // cycles_per_part)
         cycles.add(records)
         groups = [group for _, group in cycles.groups]
         figures = summarise_groups(groups)
@@ -92,8 +95,8 @@ class RequestFigures(Figures):
         if not self.methods:
             return f"{text}, by plain decoding"
         text += f", drafted by {' and '.join(self.methods)}"
-        if self.speedup is None:
-            return f"{text}; the text is too short to say how much faster than without a draft"
+        if self.speedup is None:  # too few plain steps
+            return text
         ratio, ends = self.speedup, self.speedup.show_ends()
         if ratio.is_above(1.0) or ratio.is_below(1.0):
             return f"{text}: {ratio.estimate:.2f} times as fast as plain decoding (95%: {ends})"

@@ -198,9 +198,9 @@ class DecisionReuse(Generic[Request]):
         self.num_left = 0
         self.is_observed = True
         self.drafts = False
-        self._decision, self._is_whole = Decision(()), False
+        self._decision = Decision(())
         self._requests: Sequence[Request] = ()
-        self._skipped: list[float] = []
+        self._num_skipped, self._skipped_s = 0, 0.0
 
     def plan(
         self,
@@ -216,24 +216,42 @@ class DecisionReuse(Generic[Request]):
             is_whole: whether no other requests take part in the step; the time of one in which they
                 do is not counted with those that are not observed.
         """
-        lasts = self.num_left > 0 and self._is_whole
-        if lasts and (is_whole or self._decision.is_observed) and requests == self._requests:
+        lasts = self.num_left > 0 and (is_whole or self._decision.is_observed)
+        if lasts and requests == self._requests:
             self.advance()
             return self._decision.plans
-        if self._skipped:
-            self.controller.skip(len(self._skipped), sum(self._skipped))
-            self._skipped = []
+        if self._num_skipped:
+            self.controller.skip(self._num_skipped, self._skipped_s)
+            self._num_skipped, self._skipped_s = 0, 0.0
         states = [describe(request) for request in requests]
-        decision = self._decision = self.controller.decide(states, self.capacity)
-        self.num_left, self._requests = max(0, decision.num_steps - 1), requests
-        self._is_whole = is_whole or decision.is_observed
+        decision = self._decision = self._decide(states)
+        # Steps with other requests are never skipped, so a decision that skips some is for one.
+        lasts = is_whole or decision.is_observed
+        self.num_left, self._requests = max(0, decision.num_steps - 1) if lasts else 0, requests
         self.is_observed = True
         self.drafts = any([plan.num_speculative_tokens for plan in decision.plans])
         return decision.plans
 
+    def _decide(self, states: Sequence[RequestState]) -> Decision:
+        """Ask the controller; raises InvalidRequest if what it returns is no decision."""
+        decision: object = self.controller.decide(states, self.capacity)
+        name = type(self.controller).__name__
+        if not isinstance(decision, Decision) or type(decision.num_steps) is not int:
+            raise InvalidRequest(
+                f"{name}.decide returned {decision!r:.100}, but must return a Decision of plans "
+                "and a whole number of steps"
+            )
+        plans: object = decision.plans
+        if not isinstance(plans, Sequence) or len(plans) != len(states):
+            raise InvalidRequest(
+                f"{name}.decide must return a list with one plan for each of the {len(states)} "
+                f"requests, not {plans!r:.100}"
+            )
+        return decision
+
     def end(self) -> None:
         """Ask the controller again at the next step."""
-        self.num_left = 0
+        self.num_left, self._requests = 0, ()
 
     def advance(self) -> bool:
         """Begin one more step with the present plans, and return whether it is observed."""
@@ -243,7 +261,8 @@ class DecisionReuse(Generic[Request]):
 
     def skip(self, seconds: float) -> None:
         """Count a step that is not observed."""
-        self._skipped.append(seconds)
+        self._num_skipped += 1
+        self._skipped_s += seconds
 
 
 @dataclass(slots=True, kw_only=True)

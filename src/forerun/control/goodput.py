@@ -331,8 +331,9 @@ class GoodputController(Controller):
         """Whether a drafter may process the tokens of a request that it has not processed yet.
 
         The time that drafts are expected to save over the request's further tokens must exceed
-        twice the time of reading, for which all requests wait. For a drafter whose acceptance is uncertain,
-        and for a probe (without a curve), reading must fit into the share of time set aside for it.
+        twice the time of reading, for which all requests wait. For a drafter whose acceptance is
+        uncertain, and for a probe (without a curve), reading must fit into the share of time set
+        aside for it.
         """
         own = times[method]
         if own.read_s == 0.0:

@@ -96,7 +96,7 @@ class DraftModel(Drafter):
 
     def _is_cyclic(self) -> bool:
         """Whether cycles of the target draft as this class does; a subclass may draft otherwise."""
-        return self.model.in_kernels and "drafts_in_cycles" in vars(type(self))
+        return self.model.in_kernels and vars(type(self)).get("drafts_in_cycles", False)
 
     def note_chain(self, request_id: str, plan: Plan, tokens: Tensor, num_levels: int) -> Proposal:
         """Note a chain of K tokens that the kernels drafted, with `num_levels` passes."""

@@ -39,13 +39,16 @@ MAX_THREADS = 1024
 
 logger = logging.getLogger("forerun.config")
 
+MAX_NODES = 65_536
+"""Most drafted tokens of a step; no pass has room for more."""
+
 RANGES = (
-    Range("num_speculative_tokens", 0, integer=True),
-    Range("max_tree_nodes", 0, integer=True),
+    Range("num_speculative_tokens", 0, MAX_NODES, integer=True),
+    Range("max_tree_nodes", 0, MAX_NODES, integer=True),
     Range("max_batch", 1, integer=True),
     Range("max_context", 2, integer=True),
     Range("prefill_chunk", 1, integer=True),
-    Range("max_step_rows", 1, integer=True),
+    Range("max_step_rows", 1, 1 << 31, integer=True),
     Range("max_prefill_rows", 1, integer=True, optional=True),
     Range("max_waiting", 0, integer=True),
     Range("max_kv_tokens", 1, integer=True, optional=True),

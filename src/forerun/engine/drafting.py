@@ -55,6 +55,7 @@ class GuardedDrafter:
         self.drafter = drafter
         self.vocab_size = vocab_size
         self.required_top_k = drafter.required_top_k
+        self.is_several = len(drafter.by_method()) > 1
 
     def propose(self, entries: Seq[ScheduledSequence]) -> None:
         """Give every entry a checked proposal, or none if its sequence is decoded plainly."""
@@ -69,10 +70,19 @@ class GuardedDrafter:
                 self._propose_singly(entry)
 
     def chain_draft(self, entry: ScheduledSequence) -> ChainDraft | None:
-        """Return how cycles of the target draft the chain of an entry; None if they cannot."""
-        if entry.sequence.draft.failed or isinstance(entry.plan.shape, Tree):
+        """Return how cycles of the target draft the chain of an entry; None if they cannot.
+
+        Of several drafters, the others have to observe the plain steps before first.
+        """
+        sequence = entry.sequence
+        is_behind = self.is_several and sequence.draft.num_observed < entry.num_cached
+        if sequence.draft.failed or is_behind or isinstance(entry.plan.shape, Tree):
             return None
-        return self.drafter.chain_draft(entry.sequence.key, entry.plan)
+        try:
+            return self.drafter.chain_draft(sequence.key, entry.plan)
+        except FAILURES as error:
+            self._give_up(sequence, error)
+            return None
 
     def note_chain(self, entry: ScheduledSequence, tokens: Tensor, num_levels: int) -> None:
         """Give an entry a chain that the target's cycles drafted; see `Drafter.note_chain`."""
@@ -185,7 +195,8 @@ def cycle_batch(
         if entry.plan.num_speculative_tokens:
             draft = None if drafter is None else drafter.chain_draft(entry)
             # Of several drafters, others may read features of further layers.
-            if draft is None or draft.features not in ((), kept):
+            is_ready = draft is not None and draft.model.in_kernels
+            if draft is None or not is_ready or draft.features not in ((), kept):
                 return None
             drafts.append(draft)
         if (member := entry.member(draft)) is None:

@@ -234,7 +234,7 @@ class Engine:
 
         Args:
             target: folder, hub name or "zoo:smollm2-135m".
-            draft: likewise, or a folder of an EAGLE-3 or Medusa head, or a name of `DRAFTERS` such
+            draft: likewise, or a folder of an EAGLE-3 or Medusa head, or a name of `METHODS` such
                 as "suffix", or several; "auto" finds some (`auto_drafts`). None and "none" decode
                 plainly.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32", or a torch type.

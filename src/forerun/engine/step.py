@@ -260,14 +260,16 @@ class Stepper:
         if asked:
             is_whole = len(asked) == len(entries)
             plans = iter(decisions.plan(asked, state_of, is_whole=is_whole))
-            num_same, self._is_observed = 1 + decisions.num_left, decisions.is_observed
-            self._is_decided = True
+            self._is_observed, self._is_decided = decisions.is_observed, True
         for entry in free:
-            plan = entry.sequence.plan or next(plans)
+            own = entry.sequence.plan
+            plan = own or next(plans)
             most = self.max_nodes if isinstance(plan.shape, Tree) else self.max_chain
             entry.plan = bounded(plan, most, entry.sequence.max_new - 1)
-            if entry.plan is not plan and plan.num_speculative_tokens > 0:
+            if own is None and entry.plan is not plan and plan.num_speculative_tokens > 0:
                 decisions.end()
+        if asked:
+            num_same = 1 + decisions.num_left
         pauses = [num for e in entries if (num := e.sequence.num_paused) > 0]
         return min([num_same, *pauses])
 

@@ -115,7 +115,7 @@ def test_a_small_difference_is_not_called_one():
 def test_few_steps_say_nothing_of_the_speedup(num_plain, num_drafting):
     found = figures(*request([0.1] * num_plain, [0.15] * num_drafting))
     assert found.speedup is None
-    assert found.sentence.endswith("too short to say how much faster than without a draft")
+    assert "plain" not in found.sentence
 
 
 def test_plain_steps_right_after_a_draft_are_not_measured():
