@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # a name that is imported "as" itself is public
     from forerun.control.base import RequestState as RequestState
     from forerun.control.base import Tree as Tree
     from forerun.control.costs import CostSource as CostSource
+    from forerun.drafters.base import ChainDraft as ChainDraft
     from forerun.drafters.base import Drafter as Drafter
     from forerun.drafters.base import DraftRequest as DraftRequest
     from forerun.drafters.base import Pause as Pause
@@ -48,7 +49,7 @@ _NAMES = {
         "Capacity Chain Controller Decision MethodChoice Plan RequestState Tree"
     ),
     "forerun.control.costs": "CostSource",
-    "forerun.drafters.base": "DraftRequest Drafter Pause StepOutcome",
+    "forerun.drafters.base": "ChainDraft DraftRequest Drafter Pause StepOutcome",
     "forerun.drafters.registry": "register_checkpoint",
     "forerun.engine.observing": "EmittedRecords ObservedStep StepObserver",
     "forerun.engine.results": "Backend",

@@ -84,7 +84,7 @@ SHIPPED = ("--model", "zoo:code-40m")
     ("arguments", "words"),
     [
         (["--draft", "none"], "--draft"),
-        ([], "name a --draft for zoo:smollm2-135m"),
+        (["--target", "zoo:code-2m"], "name a --draft for zoo:code-2m"),
         (["--target", "some/model", "--draft", "other/model"], "--prompts"),
         ([*SHIPPED, "--k", "0"], "--num-speculative-tokens is 0"),
         ([*SHIPPED, "--k", "1.5"], "--num-speculative-tokens is 1.5"),

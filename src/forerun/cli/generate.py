@@ -158,6 +158,8 @@ def _read_prompt(prompt: str) -> str:
         text.encode()  # bytes of another encoding arrive as lone surrogates
     except UnicodeError as error:
         raise InvalidRequest(f"the prompt is not UTF-8 text: {error}") from error
+    if prompt == "-" and not text.strip():
+        raise InvalidRequest("standard input is empty; write the prompt to it")
     if len(text) > MAX_PROMPT:
         raise InvalidRequest(
             f"standard input has more than {MAX_PROMPT} characters; give less of it"

