@@ -425,7 +425,7 @@ def _begin_trace(
     for header in headers:
         trace.add(header)
     hashes = {h.draft: h.draft_hash for h in headers if h.draft is not None and h.draft_hash}
-    return BenchTrace(trace, draft_hashes=hashes, with_tokens=False)
+    return BenchTrace(trace, hashes)
 
 
 def show(comparison: BenchComparison, options: BenchOptions) -> None:

@@ -25,6 +25,7 @@ MIN_PLAIN_STEPS = 8
 MIN_PLAIN_GROUPS = 3
 """Groups that these steps must come from."""
 DURATIONS = ("draft_s", "verify_s", "other_s")
+INTERVALS = ("acceptance_length", "acceptance_probability", "cycle_cost", "speedup")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,6 +245,8 @@ class Figures:
         for name, value in self.fields.items():
             if isinstance(value, Interval):
                 found |= {name: value.estimate, f"{name}_ci": [value.low, value.high]}
+            elif name in INTERVALS:
+                found |= {name: None, f"{name}_ci": None}
             elif isinstance(value, tuple):
                 found[name] = [v.estimate if isinstance(v, Interval) else v for v in value]
             else:

@@ -535,8 +535,6 @@ class PairNames:
 
     target: str
     draft: str
-    dtype: str = "auto"
-    device: str = "auto"
 
     @property
     def folders(self) -> tuple[Path | None, Path | None]:
@@ -546,14 +544,10 @@ class PairNames:
 
 def load_probed(names: PairNames, config: EngineConfig) -> ProbedEngine:
     """Load target and draft, and the target once more as its own draft if memory suffices."""
-    engine = Engine.load(
-        names.target, names.draft, dtype=names.dtype, device=names.device, config=config
-    )
+    engine = Engine.load(names.target, names.draft, config=config)
     itself: Engine | None = None
     try:
-        copy, _ = load_pair_member(
-            names.target, dtype=names.dtype, device=names.device, config=config
-        )
+        copy, _ = load_pair_member(names.target, dtype="auto", device="auto", config=config)
         itself = engine.with_draft(DraftModel(copy, engine.target.vocab_size))
     except NotEnoughMemory as error:
         logger.warning("the target drafts for itself with its own KV only: %s", error)

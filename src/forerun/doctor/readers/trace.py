@@ -30,6 +30,8 @@ from forerun.theory.intervals import normal_interval
 from forerun.theory.record import RequestRecord, TraceHeader
 from forerun.trace.columns import Mask
 
+MIN_PAIRS = 50
+"""Pairs of steps of a request from which changes of K are told; probes change it in short runs."""
 MIN_CHANGES = 0.2
 """Least share of steps with another K than the step before; probes change K less often."""
 MIN_RISES = 0.03
@@ -159,7 +161,7 @@ def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
     if steps:
         drafted = totals.drafting_steps.total()
         evidence.note("k0_share", max(0.0, 1.0 - drafted / steps), source)
-    if totals.num_pairs:
+    if totals.num_pairs >= MIN_PAIRS:
         evidence.note("k_change_share", totals.num_k_changes / totals.num_pairs, source)
         _add_swing(evidence, totals, source)
     if graphs := totals.graph_hits.total():

@@ -75,19 +75,16 @@ class TracedEngine:
         self.calls.append((each, records, outputs))
         return outputs
 
-    def write(self, trace: TraceWriter, *, with_tokens: bool) -> None:
+    def write(self, trace: TraceWriter) -> None:
         for asked, records, outputs in self.calls:
-            texts = {output.request_id: iter(output.token_ids) for output in outputs}
             for record in records:
-                emitted = tuple(next(texts[record.request_id]) for _ in range(record.num_emitted))
                 changes: Mapping[str, Json] = {
                     "request_id": self._name(record.request_id),
                     "drafter_hash": self.drafter_hash if record.num_drafted else None,
-                    "token_ids": emitted if with_tokens else None,
                 }
                 trace.add(record, changes)
             for output, params in zip(outputs, asked, strict=True):
-                for request in request_records(output, params, self.tags, with_tokens=with_tokens):
+                for request in request_records(output, params, self.tags):
                     trace.add(request, {"request_id": self._name(request.request_id)})
         self.calls.clear()
 
@@ -98,12 +95,9 @@ class TracedEngine:
 class BenchTrace:
     """Writes the records of a comparison between blocks, outside the measured time."""
 
-    def __init__(
-        self, trace: TraceWriter, *, draft_hashes: Mapping[str, str], with_tokens: bool
-    ) -> None:
+    def __init__(self, trace: TraceWriter, draft_hashes: Mapping[str, str]) -> None:
         self.trace = trace
         self.draft_hashes = draft_hashes
-        self.with_tokens = with_tokens
         self.engines: list[TracedEngine] = []
 
     def over(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> tuple[BenchArm, ...]:
@@ -124,7 +118,7 @@ class BenchTrace:
     def write(self) -> None:
         """Write the records of the latest block."""
         for engine in self.engines:
-            engine.write(self.trace, with_tokens=self.with_tokens)
+            engine.write(self.trace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,9 +197,7 @@ DEMO_ARMS: Mapping[str, DraftArms] = MappingProxyType(
 """The draft that the demonstration uses for each target, with the fixed K that is compared."""
 
 
-def demo_benches(
-    target: str, *, runner: Runner = "auto", num_threads: int | None = None
-) -> dict[str, BenchConfig]:
+def demo_benches(target: str) -> dict[str, BenchConfig]:
     """Return the comparisons of the demonstration, by the name of their format of the weights."""
     bench = BenchConfig(
         target=target,
@@ -207,8 +205,6 @@ def demo_benches(
         controllers=("auto",),
         num_blocks=DEMO_BLOCKS,
         max_tokens=96,
-        runner=runner,
-        num_threads=num_threads,
     )
     if target == SMALL_CHAT_MODEL:  # whose file has 4 bits
         return {"bf16": replace(bench, dtype="bfloat16"), "4 bits": bench}

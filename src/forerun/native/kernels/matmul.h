@@ -92,7 +92,7 @@ inline void tile(const T* x, size_t stride, const uint32_t* weights, int num_wor
                         for (int v = 0; v < kWidth; ++v) acc[r][v] = add_product(acc[r][v], w[v], activation);
                     }
                     Sums& last = acc[kRows - 1][kWidth - 1];
-                    last = use_before(last, words, pairs);
+                    last = block_hoisting(last, words, pairs);
                 }
                 continue;
             }

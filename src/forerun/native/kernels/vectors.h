@@ -265,9 +265,9 @@ inline Sums multiply_add(Sums sum, SumPairs a, SumPairs b) {
     return add_product(add_product(sum, a.even, b.even), a.odd, b.odd);
 }
 
-// Let the compiler know two addresses only after a sum: what it read before from there for what follows would
-// displace other sums from registers.
-inline Sums use_before(Sums sum, const uint32_t*& words, const WidePair*& pairs) {
+// Both pointers count as changed after `sum`, so that loads of the next half are not hoisted: there they would
+// displace sums from registers.
+inline Sums block_hoisting(Sums sum, const uint32_t*& words, const WidePair*& pairs) {
 #if defined(__AVX2__)
     asm("" : "+v"(sum), "+r"(words), "+r"(pairs));
 #endif
