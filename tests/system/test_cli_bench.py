@@ -104,7 +104,8 @@ def test_without_arms_the_shipped_draft_or_auto_is_compared():
     assert [(arm.draft, arm.ks) for arm in config.arms] == [("zoo:code-2m-for-40m", (1, 2, 3, 4))]
     config = BenchOptions().config
     assert config.target == "zoo:smollm2-135m"
-    assert [arm.draft for arm in config.arms] == ["auto"]
+    assert [arm.draft for arm in config.arms] == ["zoo:eagle3-for-smollm2-135m"]
+    assert [arm.draft for arm in BenchOptions(model="zoo:books-1m").config.arms] == ["auto"]
 
 
 def test_auto_is_an_arm_beside_plain_and_fixed_k(tiny_pair, tmp_path, capsys):

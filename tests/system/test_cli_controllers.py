@@ -64,7 +64,7 @@ def test_several_drafters_generate_the_same_text_and_are_told_apart(
     expected = ids(capsys)
     path = tmp_path / "trace.jsonl"
     several = [*models, "--draft", "suffix", "--trace", str(path)]
-    for chosen in (["--profile", profile], ["--controller", "auto"]):
+    for chosen in (["--controller", "auto"], ["--profile", profile]):
         assert main([*ASKED, *several, *chosen]) == 0
         assert ids(capsys) == expected
     items = list(read_trace(path))
@@ -94,7 +94,7 @@ def test_bench_has_an_arm_per_draft_and_controller(tiny_pair, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"def f{n}(x):"}) for n in range(8)))
     pair = ["--target", str(tiny_pair.target), "--arms", f"d={tiny_pair.draft}@1,3"]
-    small = ["--blocks", "4", "--max-tokens", "18", "--max-context", "128", "--threads", "1"]
+    small = ["--blocks", "4", "--max-tokens", "18", "--threads", "1"]
     chosen = ["--controller", "auto", "fixed", "--temperatures", "1"]
     assert main(["bench", *pair, "--prompts", str(prompts), *small, *chosen, "--json"]) == 0
     (cell,) = json.loads(capsys.readouterr().out)["cells"]

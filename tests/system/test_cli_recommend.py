@@ -186,7 +186,7 @@ def test_drafts_of_a_tiny_pair_are_tried(tiny_pair, tmp_path, capsys):
         "--temperature",
         "1",
     ]
-    arguments += ["--max-tokens", "48", "--budget-s", "0.5", "--device", "cpu", "--json"]
+    arguments += ["--budget-s", "0.5", "--json"]
     arguments += ["--drafts", str(tiny_pair.draft), "suffix", str(tmp_path / "missing")]
     assert main(arguments) == 0
     found = json.loads(capsys.readouterr().out)
@@ -207,7 +207,7 @@ def test_drafts_that_cannot_be_used_are_an_error(tiny_pair, tmp_path, capsys, mo
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f(x):")
     arguments = ["recommend", str(tiny_pair.target), "--prompts", str(prompts), "--json"]
-    arguments += ["--temperature", "1", "--max-tokens", "48", "--device", "cpu"]
+    arguments += ["--temperature", "1"]
     assert main([*arguments, "--drafts", str(tmp_path / "missing")]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -226,7 +226,7 @@ def test_shipped_drafts_of_a_shipped_target_are_at_hand():
 
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
-    [("--budget-s", "0", "above 0"), ("--max-tokens", "99999", "choose fewer")],
+    [("--budget-s", "0", "above 0"), ("--temperature", "-1", "temperature")],
 )
 def test_bad_values_are_refused(tiny_pair, flag, value, message, capsys):
     assert main(["recommend", str(tiny_pair.target), flag, value]) == 2

@@ -92,12 +92,12 @@ def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"def f{i}(x):\n" for i in range(4)))
     arms = ("--arms", f"near={tiny_pair.draft}@1,3", f"far={tiny_pair.small}@2", "suffix@2")
-    small = ("--max-tokens", "18", "--max-context", "128", "--threads", "1")
+    small = ("--max-tokens", "18", "--threads", "1")
     code = main(
         [
             *("bench", "--target", str(tiny_pair.target), *arms, "--prompts", str(prompts), *small),
             *("--blocks", "2", "--temperatures", "0", "--batch", "1", "2"),
-            *("--trace", str(path), "--trace-tokens", "--json"),
+            *("--trace", str(path), "--json"),
         ]
     )
     assert code == 0
@@ -113,7 +113,6 @@ def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
         assert by_tag[row["name"]] == sum(one["num_tokens"] for one in (row, *others))
     far = [step.drafter_hash for step in found if step.request_id.startswith("far K=2/")]
     assert set(far) == {None, headers[1].draft_hash}
-    assert sum(len(step.token_ids) for step in found) == by_tag["T=0"]
     drafted = [sum(row["num_drafted"] for row in cell["rows"]) for cell in content["cells"]]
     assert sum(step.num_drafted for step in found) == sum(drafted)
 
