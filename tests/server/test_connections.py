@@ -107,7 +107,8 @@ def test_a_server_is_ready_unless_it_starts_ends_or_is_full(monkeypatch):
         running = client.app.state.server.engine
         assert client.get("/ready").json() == {"status": "ready"}
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # without a name for it the connection would be closed
+            next(lines)
             full = client.get("/ready")
             alive = client.get("/health")
             held.go_on.set()

@@ -340,7 +340,8 @@ def test_the_queue_is_limited():
     with serving(engine) as client:
         long = PROMPT | {"max_tokens": 80, "ignore_eos": True, "stream": True, "n": 2}
         with client.stream("POST", "/v1/completions", json=long) as running:
-            next(running.iter_lines())
+            lines = running.iter_lines()  # without a name for it the connection would be closed
+            next(lines)
             response = client.post("/v1/completions", json=PROMPT)
             held.go_on.set()
         assert is_error(response, 429, "at most 2 may")
