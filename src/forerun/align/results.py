@@ -90,14 +90,15 @@ class DraftSelector:
     def consider(self, step: int) -> Judgement:
         """Judge the snapshot of a step, and keep its draft if it is the best so far."""
         snapshot = self.workspace.snapshot(step)
+        draft_hash = _hash_files(snapshot)
         if step not in self.judgements:
             started_s = time.monotonic()
             figures = self.judge.judge(snapshot, name=f"step {step}", max_prompts=self.max_prompts)
             judgement = build_judgement(step, figures, time.monotonic() - started_s)
-            self.judgements[step] = replace(judgement, draft_hash=_hash_files(snapshot))
+            self.judgements[step] = replace(judgement, draft_hash=draft_hash)
             write_lines(self.workspace.judgements, self.judgements.values())
         if self.best.step == step:
-            if self.best.draft_hash not in (None, _hash_files(snapshot)):
+            if self.best.draft_hash not in (None, draft_hash):
                 raise InvalidModel(
                     f"the files in {snapshot} are not those that were judged; remove the line of "
                     f"step {step} in {self.workspace.judgements}, and the same command judges them"
