@@ -25,7 +25,7 @@ from forerun.doctor.readers.trace import read_trace_evidence
 from forerun.provenance import collect
 from forerun.theory.intervals import wilson_interval
 
-SILENT = "insufficient evidence"
+SILENT = "inconclusive"
 WAYS = ("trace", "trace and probe")
 
 

@@ -76,15 +76,15 @@ def summary_of(results: list[dict[str, object]]) -> dict[str, object]:
     for result in informed:
         found = result["found"]
         assert isinstance(found, list)
-        confusion[str(result["cause"]), found[0] if found else "insufficient evidence"] += 1
+        confusion[str(result["cause"]), found[0] if found else "inconclusive"] += 1
     return {
         "num_cases": len(results),
         "num_without_evidence": len(silent),
-        "num_of_them_said_so": sum(r["verdict"] == "insufficient evidence" for r in silent),
+        "num_of_them_said_so": sum(r["verdict"] == "inconclusive" for r in silent),
         "num_with_evidence": len(informed),
         "num_first": sum(bool(result["first"]) for result in informed),
         "num_top_three": sum(bool(result["top_three"]) for result in informed),
-        "num_insufficient": sum(r["verdict"] == "insufficient evidence" for r in informed),
+        "num_insufficient": sum(r["verdict"] == "inconclusive" for r in informed),
         "confusion": [
             {"cause": cause, "found": found, "num": num}
             for (cause, found), num in sorted(confusion.items())

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXIT_CODES = {
     "healthy": Exit.GOOD,
     "problem": Exit.PROBLEM,
-    "insufficient evidence": Exit.INSUFFICIENT,
+    "inconclusive": Exit.INSUFFICIENT,
 }
 
 
@@ -262,7 +262,7 @@ def show(diagnosis: Diagnosis, likeliest: Sequence[ScoredCause] = ()) -> None:
 
     console = SafeConsole()
     console.print(f"[bold]{escape(headline(diagnosis))}[/]")
-    if likeliest and diagnosis.verdict == "insufficient evidence":
+    if likeliest and diagnosis.verdict == "inconclusive":
         names = ", ".join(item.cause.label for item in likeliest)
         console.print(f"Most likely, but not shown: {names}.")
     for section in sections(diagnosis):

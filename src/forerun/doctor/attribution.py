@@ -286,7 +286,7 @@ def longer(survival: tuple[float, ...], k: int) -> tuple[float, ...]:
 
 def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) -> None:
     """Add the best K at these costs, and the gains from a smaller and from a larger K."""
-    if found.draft_cost is None and outlook.table is None:
+    if outlook.table is None and (found.draft_cost is None or _has_few_drafts(evidence)):
         return
     now = outlook.speedup(found.num_speculative_tokens)
     source = f"acceptance profile and {outlook.basis}"
@@ -298,7 +298,17 @@ def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) ->
     higher = max((outlook.speedup(i) for i in range(k + 1, MAX_K + 1)), default=now)
     evidence.note("speedup_of_best_k", max(lower, now, higher), source)
     evidence.note("gain_of_lower_k", lower / now, source)
-    evidence.note("gain_of_higher_k", higher / now, source)
+    if "ngram" not in evidence.words("method"):  # a longer copy is not there because K is larger
+        evidence.note("gain_of_higher_k", higher / now, source)
+
+
+MIN_DRAFTS = 30
+"""Drafts below which neither costs nor acceptance say what another K would give."""
+
+
+def _has_few_drafts(evidence: Evidence) -> bool:
+    drafts = evidence.number("num_drafts")
+    return drafts is not None and drafts < MIN_DRAFTS
 
 
 def predict(

@@ -94,16 +94,44 @@ class Fact:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """Format and completeness of one source that was read."""
+    """Format and completeness of one source that was read.
+
+    Attributes:
+        unread: parts that look as if they mattered and were not understood.
+    """
 
     source: str
     kinds: set[str] = field(default_factory=set)
     num_lines: int = 0
     num_unknown: int = 0
     notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Json]:
-        return asdict(self) | {"kinds": tuple(sorted(self.kinds)), "notes": tuple(self.notes)}
+        return asdict(self) | {"kinds": sorted(self.kinds)}
+
+
+ERROR_LEVEL = 0.005
+"""Probability that any check of one piece of evidence finds what is not there, all together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A test of an observation, which shares one error level with all others of its evidence.
+
+    Attributes:
+        name: the observation.
+        p_value: probability of what was seen, or more, where the observation does not hold.
+        is_large: whether what was seen is large enough to matter.
+        is_absent: whether a difference that matters is excluded.
+        words: the figures that were compared.
+    """
+
+    name: str
+    p_value: float
+    is_large: bool
+    is_absent: bool
+    words: str
 
 
 Points = tuple[tuple[str | float, float, float], ...]
@@ -125,6 +153,7 @@ class Evidence:
         disagreements: facts that lost against one of another value.
         series: figures over time, by tag and by K, for the report.
         notes: figures of impossible values, which were left out.
+        checks: tests that were made, by the observation; an observation in doubt has no fact.
     """
 
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -132,6 +161,7 @@ class Evidence:
     readings: list[Reading] = field(default_factory=list)
     series: dict[str, Points] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    checks: dict[str, Check] = field(default_factory=dict)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
         """Add a fact; a value of None is ignored."""
@@ -152,6 +182,16 @@ class Evidence:
         except ValueError as error:
             self.notes.append(f"not used: {error} ({source})")
 
+    def settle(self, checks: Sequence[Check]) -> None:
+        """Add what checks show, at one error level for all of them, by Holm's procedure."""
+        holds = True
+        for place, check in enumerate(sorted(checks, key=lambda check: check.p_value)):
+            holds = holds and check.p_value <= ERROR_LEVEL / (len(checks) - place)
+            answer = True if holds and check.is_large else False if check.is_absent else None
+            words = f"{check.words}, p = {check.p_value:.2g} of {len(checks)} checks"
+            self.note(check.name, answer, words)
+            self.checks[check.name] = check
+
     def _include(self, other: Evidence) -> None:
         is_counted = not COUNTS.isdisjoint(self.facts)
         for fact in other.facts.values():
@@ -161,6 +201,7 @@ class Evidence:
         self.disagreements += other.disagreements
         self.readings += other.readings
         self.notes += other.notes
+        self.checks = other.checks | self.checks
         self.series = other.series | self.series
 
     def check_counts(self) -> None:
@@ -469,11 +510,21 @@ def add_costs(evidence: Evidence) -> None:
         kappa = tau / gain
         evidence.note("cycle_cost", kappa, "tau / speedup")
     if tau and kappa and gain is None:
-        evidence.note("speedup", tau / kappa, "tau / kappa")
+        _add_speedup(evidence, tau, kappa)
     kappa, c, k = (evidence.number(name) for name in ("cycle_cost", "draft_cost", "k"))
     if kappa and c is not None and k and "verify_cost" not in evidence and kappa > k * c:
         evidence.note("verify_cost", kappa - k * c, "kappa - K c: the pass, overhead included")
     _add_linearity(evidence)
+
+
+def _add_speedup(evidence: Evidence, tau: float, kappa: float) -> None:
+    """Add the speedup of the whole run, in which steps without a draft cost one plain step."""
+    steps, drafts = evidence.number("num_steps"), evidence.number("num_drafts")
+    if steps and drafts and drafts < steps:
+        gain = (drafts * tau + steps - drafts) / (drafts * kappa + steps - drafts)
+        evidence.note("speedup", gain, f"tau / kappa of {drafts:g} of {steps:g} steps, plain rest")
+    else:
+        evidence.note("speedup", tau / kappa, "tau / kappa")
 
 
 def _has_plain_steps(evidence: Evidence) -> bool:

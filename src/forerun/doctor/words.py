@@ -60,8 +60,8 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
     speedup = diagnosis.evidence.number("speedup")
     is_stated = states_speedup and speedup is not None
     rate = f" Decoding runs at {speedup:.2f}x the plain rate." if is_stated else ""
-    if diagnosis.verdict == "insufficient evidence":
-        return f"Insufficient evidence.{rate} What is known supports no cause clearly."
+    if diagnosis.verdict == "inconclusive":
+        return f"Inconclusive.{rate} What is known supports no cause clearly."
     if diagnosis.verdict == "healthy":
         if speedup is None:
             return (

@@ -301,10 +301,13 @@ class PlainComparison:
         seconds: of the steps that are compared; of all decode steps where none is.
         plain_token_s: seconds per token of plain steps.
         share_compared: of the tokens, the share of the numbers of sequences that are compared.
+        relative_error: of the speedup, with the degrees of freedom of its estimate.
     """
 
     speedup: Interval | None
     seconds: Seconds
+    relative_error: float = math.inf
+    freedom: int = 1
     plain_token_s: float = 0.0
     share_compared: float = 0.0
 
@@ -341,10 +344,13 @@ def compare_with_plain(
     used = [size for size in baselines if as_plain_s[size]]
     errors = [as_plain_s[size] / paid.y * baselines[size].relative_error for size in used]
     fewest = min(paid.num_pairs, *(baselines[size].num_pairs for size in used))
-    error = student_quantile(0.975, fewest - 1) * math.hypot(paid.relative_error, *errors)
+    relative_error = math.hypot(paid.relative_error, *errors)
+    error = student_quantile(0.975, fewest - 1) * relative_error
     return PlainComparison(
         speedup=interval_of(paid, error, (0.0, math.inf)),
         seconds=compared,
+        relative_error=relative_error,
+        freedom=fewest - 1,
         plain_token_s=paid.y / compared.num_tokens,
         share_compared=compared.num_tokens / everything.num_tokens,
     )

@@ -128,6 +128,13 @@ def student_quantile(probability: float, freedom: float) -> float:
     return z + first + second + third
 
 
+def student_tail(t: float, freedom: float) -> float:
+    """Return P(T >= t) of Student's t."""
+    from scipy.special import stdtr  # slow to import, and few commands need it
+
+    return float(stdtr(freedom, -t))
+
+
 def bootstrap_ratio(
     numerators: Sequence[float],
     denominators: Sequence[float],

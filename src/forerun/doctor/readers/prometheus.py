@@ -185,6 +185,8 @@ def _add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
 
 
 CYCLE_SECONDS = "forerun:cycle_seconds"
+MIN_OFF_SHARE = 0.25
+"""Share of steps without a draft that is more than the first and last step of every request."""
 
 
 def _add_own(tally: Tally, totals: Mapping[str, float]) -> None:
@@ -202,6 +204,9 @@ def _add_own(tally: Tally, totals: Mapping[str, float]) -> None:
     if steps := positive(totals, "forerun:sequence_steps"):
         tally.counts["num_steps"] = steps
         tally.set_fact("batch", max(1.0, steps / cycles))
+        off = 1.0 - tally.counts.get("num_drafts", 0.0) / steps
+        if off >= MIN_OFF_SHARE:  # only a controller decodes so many steps plainly
+            tally.set_fact("off_share", off)
 
 
 def add_cycles(tally: Tally, totals: Mapping[str, float]) -> None:

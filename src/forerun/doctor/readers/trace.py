@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 
-from forerun.doctor.evidence import MAX_WORD, Evidence, Reading, is_limit, load_table
+from forerun.doctor.evidence import MAX_WORD, Check, Evidence, Reading, is_limit, load_table
 from forerun.doctor.readers.trace_totals import (
     AFTER_PAUSE,
+    MIN_STRETCHES,
+    NO_FALL,
     NO_RECENT_PAUSE,
     OUTCOMES,
     PAUSING,
@@ -25,8 +28,14 @@ from forerun.doctor.readers.trace_totals import (
     read_totals,
 )
 from forerun.theory.acceptance import AcceptanceCounts, ngrams
-from forerun.theory.figures import DURATIONS, MIN_PLAIN_STEPS, Seconds, merge_seconds
-from forerun.theory.intervals import normal_interval
+from forerun.theory.figures import (
+    DURATIONS,
+    MIN_PLAIN_STEPS,
+    Seconds,
+    estimate_ratio,
+    merge_seconds,
+)
+from forerun.theory.intervals import Interval, normal_interval, student_tail, wilson_interval
 from forerun.theory.record import RequestRecord, TraceHeader
 from forerun.trace.columns import Mask
 
@@ -62,6 +71,7 @@ def _add_counts(
     evidence.note("accepted_per_position", counts.accepted_per_position, source)
     evidence.note("drafted_per_position", counts.drafted_per_position, source)
     evidence.note("conditional_acceptance_per_position", counts.conditional_acceptance, source)
+    evidence.note("alpha_1", *_alpha_1_of(totals, source))
     if is_limit(evidence):
         full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
         evidence.note("full_accept_share", full / counts.num_steps, source)
@@ -77,6 +87,24 @@ def _add_counts(
     if num_known and overlap > 0.0:
         found = counts.num_accepted / reached / (overlap / num_known)
         evidence.note("accept_rule_ratio", found, source)
+
+
+ONE_TEXT = 0.2
+"""Difference of acceptance that two texts may have; an interval from few is at least as wide."""
+
+
+def _alpha_1_of(totals: TraceTotals, source: str) -> tuple[float, str, Interval]:
+    """Return acceptance at position 1 with its interval between texts, whose steps are alike."""
+    places = totals.stretches.by("all")
+    first, steps = places.num_first.tolist(), places.num_steps.tolist()
+    found = estimate_ratio(first, steps, (0.0, 1.0))
+    if found is None or len(steps) < MIN_STRETCHES:
+        found = wilson_interval(int(sum(first)), int(sum(steps)))
+        low, high = found.estimate - ONE_TEXT, found.estimate + ONE_TEXT
+        found = replace(
+            found, low=max(0.0, min(found.low, low)), high=min(1.0, max(found.high, high))
+        )
+    return found.estimate, f"{source}: accepted at position 1", found
 
 
 def _add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
@@ -196,10 +224,8 @@ def _add_requests(evidence: Evidence, requests: Sequence[RequestRecord], source:
 
 LEAST = 0.1
 """Least difference of the accepted share of a draft that is reported."""
-CHANCE = 0.03
-"""Probability of a false finding in one comparison."""
 AGAINST_TREND = 0.05
-"""Least difference, and probability of a false finding, where the opposite is to be expected."""
+"""The same where the opposite is to be expected."""
 MIN_STEPS = 50
 """Least number of steps of a tag, or of a slice of time, that is shown."""
 OTHER_TEXT = 0.4
@@ -212,29 +238,66 @@ FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
 """Keys of tags `key:value` that describe the form of a prompt; other tags describe its topic."""
 
 
-def _add_contrasts(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    """Add facts that compare parts of a trace, and the data series of their charts."""
+ABOVE_EXPECTED, AS_EXPECTED = 1.04, 1.02
+"""Accepted over expected tokens: reported from the first value on, denied up to the second."""
+SLOWER, AS_FAST = 0.97, 1.0
+"""Speedup: below the first decoding is slower than plain; from the second on it is not."""
+
+
+def _run_checks(totals: TraceTotals, evidence: Evidence) -> Iterator[Check]:
+    """Make all tests of a trace, which share one error level."""
+    yield from _check_rule(totals)
+    yield from _check_speed(totals)
     stretches = totals.stretches
-    _add_outcomes(evidence, stretches.by("previous"), source)
+    yield from _check_outcomes(stretches.by("previous"))
     if not PAUSING & totals.methods.keys():
         paused = stretches.by("paused")
         found = compare(paused, paused.place == NO_RECENT_PAUSE, paused.place == AFTER_PAUSE)
-        _add_fall(evidence, "acceptance_falls_after_handoff", found, source)
+        yield from _check_fall("acceptance_falls_after_handoff", found)
     for name, key in (("context", "context"), ("generation", "index")):
-        places = stretches.by(key)
-        _add_fall(evidence, f"acceptance_falls_with_{name}", ends(places), source, share=OTHER_TEXT)
+        found = ends(stretches.by(key))
+        yield from _check_fall(f"acceptance_falls_with_{name}", found, share=OTHER_TEXT)
     company = stretches.by("company")
     found = compare(company, company.place == 0, company.place == 1)
-    _add_fall(evidence, "acceptance_falls_with_batch", found, source)
-    _add_growth(evidence, totals.far, source)
+    yield from _check_fall("acceptance_falls_with_batch", found)
     known = {request.request_id: request for request in totals.requests}
     by_stretch = [known.get(name) for name in stretches.request_ids]
-    _add_tags(evidence, stretches.by("all"), by_stretch, source)
-    _add_temperatures(evidence, stretches.by("all"), by_stretch, source)
-    _add_acceptance_over_time(evidence, totals, source)
+    yield from _check_tags(evidence, stretches.by("all"), by_stretch)
+    yield from _check_temperatures(stretches.by("all"), by_stretch)
+    yield from _check_time(stretches)
 
 
-def _add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> None:
+def _check_rule(totals: TraceTotals) -> Iterator[Check]:
+    """Test whether more is accepted than the verifier's rule gives.
+
+    The p-value is one over an e-value: it holds for any number of steps and any dependence.
+    """
+    if (expected := totals.expected_accepted) > 0.0:
+        ratio = totals.acceptance.num_accepted / expected
+        yield Check(
+            name="acceptance_above_expected",
+            p_value=min(1.0, 1.0 / totals.excess.value),
+            is_large=ratio >= ABOVE_EXPECTED,
+            is_absent=ratio <= AS_EXPECTED,
+            words=f"{totals.acceptance.num_accepted} accepted, {expected:.1f} expected",
+        )
+
+
+def _check_speed(totals: TraceTotals) -> Iterator[Check]:
+    """Test whether all decode steps together are slower than plain ones."""
+    found = totals.cycles.compare()
+    if (speedup := found.speedup) is not None:
+        t = (SLOWER / speedup.estimate - 1.0) / max(1e-9, found.relative_error)
+        yield Check(
+            name="slower_than_plain",
+            p_value=student_tail(t, found.freedom),
+            is_large=speedup.estimate < SLOWER,
+            is_absent=speedup.estimate >= AS_FAST,
+            words=f"speedup {speedup.show()}",
+        )
+
+
+def _check_outcomes(places: StretchCounts) -> Iterator[Check]:
     """Compare acceptance by the outcome of the previous draft.
 
     Consecutive steps of a text are alike, so after a step with more accepted tokens acceptance is
@@ -243,30 +306,36 @@ def _add_outcomes(evidence: Evidence, places: StretchCounts, source: str) -> Non
     none, partial, full = (places.place == index for index in range(len(OUTCOMES)))
     for name, high, low in (("partial", none, partial), ("full", none | partial, full)):
         found = compare(places, high, low)
-        fact = f"acceptance_falls_after_{name}"
-        _add_fall(evidence, fact, found, source, least=AGAINST_TREND, chance=AGAINST_TREND)
+        yield from _check_fall(f"acceptance_falls_after_{name}", found, least=AGAINST_TREND)
 
 
-def _add_fall(  # noqa: PLR0913 (keyword-only settings of a test)
-    evidence: Evidence,
+def _check_fall(
     name: str,
     found: Comparison | None,
-    source: str,
     *,
     least: float = LEAST,
     share: float = 0.0,
-    chance: float = CHANCE,
-) -> None:
-    """Add whether acceptance is lower in the second group of a comparison than in the first."""
+    num_tried: float = 1.0,
+    words: str = "",
+) -> Iterator[Check]:
+    """Test whether acceptance is lower in the second group of a comparison than in the first.
+
+    Args:
+        num_tried: comparisons of which this one was chosen.
+    """
     if found is None:
         return
     high, low = found.high, found.low
-    answer = found.is_lower(max(least, share * high.mean), chance)
     sides = ", ".join(
         f"{side.num_first / side.num_steps:.2f} of {side.num_steps}" for side in (high, low)
     )
-    words = f"alpha_1 {sides}; {found.difference:+.2f} of the draft, t = {found.t:.1f}"
-    evidence.note(name, answer, f"{source}: {words}")
+    yield Check(
+        name=name,
+        p_value=min(1.0, num_tried * found.p_value),
+        is_large=found.difference >= max(least, share * high.mean),
+        is_absent=found.difference + 2.0 * found.error < NO_FALL,
+        words=f"{words}alpha_1 {sides}; {found.difference:+.2f} of the draft, t = {found.t:.1f}",
+    )
 
 
 NO_GROWTH, MIN_GROWTH = 1.15, 1.6
@@ -310,12 +379,9 @@ def _growth(cycles: Cycles, of: tuple[int, ...], split: int) -> tuple[int, float
     return num, (long.verify_s / long.num_cycles) / (short.verify_s / short.num_cycles)
 
 
-def _add_tags(
-    evidence: Evidence,
-    places: StretchCounts,
-    by_stretch: Sequence[RequestRecord | None],
-    source: str,
-) -> None:
+def _check_tags(
+    evidence: Evidence, places: StretchCounts, by_stretch: Sequence[RequestRecord | None]
+) -> Iterator[Check]:
     tags: dict[str, list[int]] = {}
     for index, request in enumerate(by_stretch):
         for tag in () if request is None else request.tags:
@@ -333,10 +399,9 @@ def _add_tags(
     ):
         if len(found) > 1:
             low, high = found[0], found[-1]
-            pairs = len(found) * (len(found) - 1)  # the most different one of them is compared
-            words = f"{source}: {high[0][:60]} and {low[0][:60]}"
-            comparison = compare(places, high[1], low[1])
-            _add_fall(evidence, name, comparison, words, chance=2.0 * CHANCE / pairs)
+            pairs = len(found) * (len(found) - 1) / 2  # the most different one is compared
+            comparison, words = compare(places, high[1], low[1]), f"{high[0][:60]}, {low[0][:60]}: "
+            yield from _check_fall(name, comparison, num_tried=pairs, words=words)
 
 
 def alpha_1(places: StretchCounts, mask: Mask) -> tuple[float, float]:
@@ -344,50 +409,48 @@ def alpha_1(places: StretchCounts, mask: Mask) -> tuple[float, float]:
     return float(places.num_first[mask].sum()) / max(1.0, num_steps), num_steps
 
 
-def _add_temperatures(
-    evidence: Evidence,
-    places: StretchCounts,
-    by_stretch: Sequence[RequestRecord | None],
-    source: str,
-) -> None:
+def _check_temperatures(
+    places: StretchCounts, by_stretch: Sequence[RequestRecord | None]
+) -> Iterator[Check]:
     asked = [(i, request) for i, request in enumerate(by_stretch) if request is not None]
     cold = [i for i, request in asked if request.parameters.get("temperature") == 0]
     greedy, known = np.isin(places.stretch, cold), np.isin(places.stretch, [i for i, _ in asked])
     found = compare(places, greedy, known & ~greedy)
-    _add_fall(evidence, "acceptance_falls_with_temperature", found, source)
+    yield from _check_fall("acceptance_falls_with_temperature", found)
 
 
-def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals, source: str) -> None:
+def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals) -> None:
     ordered = sorted(totals.over_time, key=lambda point: point[0])
-    if not ordered:
-        return
     points = []
-    width = -(-len(ordered) // MAX_POINTS)
+    width = -(-len(ordered) // MAX_POINTS) or 1
     for start in range(0, len(ordered), width):
         times_s, num_steps, num_first = zip(*ordered[start : start + width], strict=True)
         rate = sum(num_first) / max(1, sum(num_steps))
         points.append((times_s[0] - ordered[0][0], rate, float(sum(num_steps))))
-    evidence.series["time"] = tuple(points)
-    best = _sharpest(totals.stretches)
-    # Without a drop in the trace there is no answer: the whole trace may be later than the drop.
-    if best is not None and best.is_lower(LEAST, CHANCE / NUM_CUTS):
-        _add_fall(evidence, "acceptance_dropped", best, source, chance=CHANCE / NUM_CUTS)
+    if points:
+        evidence.series["time"] = tuple(points)
 
 
 NUM_CUTS = 16
 """Number of moments that are tried as the time of a drop of acceptance."""
 
 
-def _sharpest(stretches: Stretches) -> Comparison | None:
+def _check_time(stretches: Stretches) -> Iterator[Check]:
+    """Test whether acceptance fell, at the moment at which it seems to fall most."""
     places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
-    if not len(starts_s):
-        return None
-    found: list[Comparison] = []
-    for moment in np.unique(np.quantile(starts_s, np.arange(1, NUM_CUTS + 1) / (NUM_CUTS + 1))):
-        before: Mask = (starts_s < moment)[places.stretch]
-        if (comparison := compare(places, before, ~before)) is not None:
-            found.append(comparison)
-    return max(found, key=lambda comparison: comparison.t, default=None)
+    best: tuple[Comparison, float] | None = None
+    quantiles = np.arange(1, NUM_CUTS + 1) / (NUM_CUTS + 1)
+    for moment_s in np.unique(np.quantile(starts_s, quantiles)) if len(starts_s) else ():
+        before: Mask = (starts_s < moment_s)[places.stretch]
+        found = compare(places, before, ~before)
+        if found is not None and (best is None or found.t > best[0].t):
+            best = found, float(moment_s - starts_s.min())
+    if best is None:
+        return
+    words = f"in requests from {best[1]:.1f} s on; "
+    for check in _check_fall("acceptance_dropped", best[0], num_tried=NUM_CUTS, words=words):
+        # Without a drop in the trace there is no answer: the whole trace may be later than it.
+        yield replace(check, is_absent=False)
 
 
 METHODS: Mapping[str, str] = load_table("engines")["methods"]["forerun"]
@@ -494,7 +557,9 @@ def evidence_of(totals: TraceTotals, name: str) -> Evidence:
     source = f"trace {name}"
     evidence = Evidence(readings=[_reading_of(totals, name)])
     _add_figures(evidence, totals, source)
-    _add_contrasts(evidence, totals, source)
+    _add_growth(evidence, totals.far, source)
+    _add_acceptance_over_time(evidence, totals)
+    evidence.settle([*_run_checks(totals, evidence)])
     _add_setup(evidence, totals, source)
     _add_off_share(evidence, totals, source)
     _add_asked(evidence, totals.requests, source)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from forerun.doctor.evidence import MAX_WORD
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.figures import Seconds
-from forerun.theory.intervals import student_quantile
+from forerun.theory.intervals import student_tail
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.columns import (
     DRAFTING,
@@ -213,11 +213,10 @@ class Comparison:
     def t(self) -> float:
         return self.difference / self.error if self.error > 0.0 else math.inf * self.difference
 
-    def is_lower(self, least: float, chance: float) -> bool | None:
-        """Whether acceptance is lower in the second group; None if the test does not decide it."""
-        if self.difference >= least and self.t >= student_quantile(1.0 - chance, self.freedom):
-            return True
-        return False if self.difference + 2.0 * self.error < NO_FALL else None
+    @property
+    def p_value(self) -> float:
+        """Probability of such a difference, or a larger one, between groups that do not differ."""
+        return student_tail(self.t, self.freedom)
 
 
 def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
@@ -274,6 +273,34 @@ def _side_of(places: StretchCounts, mask: Mask) -> Side:
     )
 
 
+BETS = np.array([0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
+"""Exponents at which `ExcessTest` tilts the accepted share of a draft."""
+
+
+class ExcessTest:
+    """Test martingale against the hypothesis that no more is accepted than expected.
+
+    Given its proposal, a step accepts a share x of its depth with mean m, so that exp(b x) has a
+    mean of at most 1 + m (e^b - 1), whatever else its distribution is (Hoeffding 1963). So the
+    product over steps of exp(b x) / (1 + m (e^b - 1)) has a mean of at most 1 for every exponent b,
+    and so has the mean of the products. It exceeds 1 / p with a probability of at most p.
+    """
+
+    def __init__(self) -> None:
+        self._logs = np.zeros(len(BETS))
+
+    def add(self, drafting: Columns) -> None:
+        depth = drafting["depth_drafted"]
+        share = drafting["num_accepted"] / depth
+        mean = np.minimum(1.0, drafting["expected_accepted"] / depth)
+        self._logs += BETS * share.sum() - np.log1p(np.outer(np.expm1(BETS), mean)).sum(1)
+
+    @property
+    def value(self) -> float:
+        """The e-value; large where more is accepted than expected."""
+        return float(np.exp(np.minimum(self._logs, 700.0)).mean())
+
+
 SOON, LONG = 2, 5
 """Steps that draft after a plain one: soon after up to the first, long after past the second."""
 KEPT = 50_000
@@ -318,10 +345,11 @@ class TraceTotals:
             accepted at least one token.
         num_pairs: decode steps whose previous step is in the trace.
         num_k_changes: how many of these pairs have different K.
-        k_swing: sums over the pairs of the absolute change of K, and of K.
+        k_swing: sums over the pairs of twice the rises of K, and of K.
         num_k_rises: how many of the pairs have a larger K in the second step; at the end of a
             request K only falls.
         squares: sum over drafting steps of (accepted - expected) squared.
+        excess: test of whether more is accepted than expected.
         overlap: sum of acceptance_probability, and the number of steps that have it.
         requests: what a diagnosis needs of them.
         damage: the first places that cannot be read.
@@ -350,6 +378,7 @@ class TraceTotals:
     k_swing: tuple[int, int] = (0, 0)
     graph_hits: Counter[bool] = field(default_factory=Counter)
     squares: float = 0.0
+    excess: ExcessTest = field(default_factory=ExcessTest)
     overlap: tuple[float, int] = (0.0, 0)
     headers: list[TraceHeader] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
@@ -412,6 +441,7 @@ class TraceTotals:
             self.ks.update(drafting["k_budget"].tolist())
             error = drafting["num_accepted"] - drafting["expected_accepted"]
             self.squares += float((error * error).sum())
+            self.excess.add(drafting)
             self.stretches.add(drafting, block.names)
 
     def _add_cycles(self, block: StepBlock) -> None:
@@ -456,7 +486,9 @@ class TraceTotals:
         self.num_pairs += len(change)
         self.num_k_changes += int((change != 0).sum())
         self.num_k_rises += int(((change > 0) & (pairs["since_start"] > 1)).sum())
-        self.k_swing = moved + int(np.abs(change).sum()), of + int(pairs["k_budget"].sum())
+        # What falls has to rise again to swing; at the end of every request K only falls.
+        rises = 2 * int(np.maximum(0, change)[pairs["since_start"] > 1].sum())
+        self.k_swing = moved + rises, of + int(pairs["k_budget"].sum())
 
     def _add_times(self, drafting: Columns) -> None:
         times_s, accepted = drafting["t_s"], drafting["num_accepted"] > 0

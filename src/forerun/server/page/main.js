@@ -143,7 +143,7 @@ function showDiagnosis({ diagnosis, last_change: change, last_change_age_s: age 
   const tag = byId("verdict-tag");
   tag.hidden = false;
   tag.className = `tag ${diagnosis.verdict === "healthy" || diagnosis.verdict === "problem" ? diagnosis.verdict : ""}`;
-  tag.textContent = diagnosis.verdict === "insufficient evidence" ? "open" : diagnosis.verdict;
+  tag.textContent = diagnosis.verdict === "inconclusive" ? "open" : diagnosis.verdict;
   panel.textContent = diagnosis.headline;
   setText("diagnosis-note", `What forerun diagnose concludes from the latest ${count(diagnosis.num_steps)} steps.`);
   const isProblem = diagnosis.verdict === "problem";
