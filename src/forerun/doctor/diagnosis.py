@@ -675,6 +675,8 @@ NAMED = 0.4
 the first cause was right in 30 of 45 at or above it (0.67, 95% 0.52 to 0.79), in 21 of 52 below."""
 CONCLUSIVE = ("acceptance_zero", "slower_than_plain")
 """Observations that are a problem whatever their cause."""
+MIN_SCORE_OF_FEW = 0.6
+"""The same where fewer than `MIN_DRAFTS` were counted."""
 MIN_TIMED_DRAFTS = 8
 """Drafts below which times show no cost, because the first steps of a process are slower."""
 
@@ -692,13 +694,26 @@ def verdict_of(scored: Sequence[ScoredCause], evidence: Evidence, given: Set[str
     is_timed = drafts is None or not 0 < drafts < MIN_TIMED_DRAFTS
     is_seen = evidence.flag("symptom_seen") or _is_asserted(likeliest, given)
     if is_seen and (is_timed or likeliest.cause.family != "cost"):
-        if likeliest.is_supported and likeliest.score >= NAMED:
+        least = MIN_SCORE_OF_FEW if drafts and drafts < MIN_DRAFTS else NAMED
+        if likeliest.is_supported and max(likeliest.score, family_score(scored)) >= least:
             return "problem"
         if any(evidence.flag(name) for name in CONCLUSIVE):
             return "problem"
     is_read = not any(reading.unread for reading in evidence.readings)
     is_healthy = evidence.flag("symptom_seen") is False and is_read and not is_seen
     return "healthy" if is_healthy else "inconclusive"
+
+
+NAMED_FAMILIES = ("cost", "alignment")
+"""Families whose causes, where none stands out, still say together what is wrong."""
+
+
+def family_score(scored: Sequence[ScoredCause]) -> float:
+    """Return the score of all supported causes of the likeliest one's family; 0 without a name."""
+    likeliest = next((item for item in scored if item.cause.label != "healthy"), scored[0])
+    family = likeliest.cause.family
+    alike = [item.score for item in scored if item.is_supported and item.cause.family == family]
+    return sum(alike) if family in NAMED_FAMILIES else 0.0
 
 
 def _is_asserted(item: ScoredCause, given: Set[str]) -> bool:

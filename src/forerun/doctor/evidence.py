@@ -154,6 +154,7 @@ class Evidence:
         series: figures over time, by tag and by K, for the report.
         notes: figures of impossible values, which were left out.
         checks: tests that were made, by the observation; an observation in doubt has no fact.
+        changes: what changed during the run, with its time.
     """
 
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -162,6 +163,7 @@ class Evidence:
     series: dict[str, Points] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
         """Add a fact; a value of None is ignored."""
@@ -202,6 +204,7 @@ class Evidence:
         self.readings += other.readings
         self.notes += other.notes
         self.checks = other.checks | self.checks
+        self.changes += other.changes
         self.series = other.series | self.series
 
     def check_counts(self) -> None:

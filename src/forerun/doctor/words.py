@@ -10,7 +10,15 @@ from typing import NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from forerun.doctor.attribution import Attribution, Part, survival_of
-from forerun.doctor.diagnosis import Change, Diagnosis, RankedCause
+from forerun.doctor.diagnosis import (
+    CONCLUSIVE,
+    NAMED,
+    Change,
+    Diagnosis,
+    RankedCause,
+    basis_of,
+    family_score,
+)
 from forerun.doctor.evidence import FACTS, Evidence, Fact, alike
 from forerun.terminal_text import printable
 from forerun.theory.speedup import constant_survival
@@ -20,9 +28,6 @@ MAX_CHANGES = 4
 MAX_NOTES = 8
 MIN_GAIN = 1.02
 """A change with a smaller predicted gain over the present speed is not listed."""
-NAMED = 0.5
-"""Score from which on the verdict names one cause: benchmarks/real-cases says how often the first
-cause of held-out complaints is right above and below."""
 CLOSE = 0.5
 """Causes with more of the likeliest one's score than this are not told apart by it."""
 LEAST_SHOWN = (0.02, 0.2)
@@ -32,6 +37,13 @@ OF_FAMILY = {
     "alignment": "Too few draft tokens are accepted. Why is open: several causes fit alike.",
 }
 """The verdict where several causes of one family fit alike."""
+SEEN = {
+    "acceptance_zero": "Almost nothing that is drafted is accepted, so that no K pays ({}).",
+    "slower_than_plain": "Decoding is slower than without speculation ({}).",
+}
+"""What is a problem whatever its cause, with the figures that show it."""
+MAX_PARTS, MAX_PART = 3, 120
+"""Parts of the input that were not understood: named at most, and characters of each."""
 WATERFALL = "Time per token, in plain steps"
 """Heading of the section that a page shows as a chart."""
 
@@ -57,35 +69,46 @@ def headline(diagnosis: Diagnosis, *, states_speedup: bool = True) -> str:
 
 
 def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
-    speedup = diagnosis.evidence.number("speedup")
-    is_stated = states_speedup and speedup is not None
-    rate = f" Decoding runs at {speedup:.2f}x the plain rate." if is_stated else ""
+    speedup = diagnosis.evidence.number("speedup") if states_speedup else None
+    rate = "" if speedup is None else f" Decoding runs at {speedup:.2f}x the plain rate."
     if diagnosis.verdict == "inconclusive":
-        return f"Inconclusive.{rate} What is known supports no cause clearly."
-    if diagnosis.verdict == "healthy":
-        if speedup is None:
-            return (
-                "Healthy as far as is known. To know whether it pays, give the rate without drafts."
-            )
-        return f"Healthy.{rate} Nothing that was measured is wrong."
-    return f"Problem: {_problem_words(diagnosis)}{rate}"
+        return f"Inconclusive: {_open_words(diagnosis)}{rate}"
+    changed = "".join(f" {words[0].upper()}{words[1:]}." for words in diagnosis.evidence.changes)
+    if diagnosis.verdict == "problem":
+        return f"Problem: {_problem_words(diagnosis)}{changed}{rate}"
+    figures = ", ".join(basis_of(diagnosis.evidence))
+    known = "" if "speedup" in diagnosis.evidence else " as far as is known"
+    rate = rate or " To know whether it pays, give the rate without drafts." * states_speedup
+    return f"Healthy{known}: no fault in {figures}.{rate}"
+
+
+def _open_words(diagnosis: Diagnosis) -> str:
+    """Return why there is no verdict, and what would give one."""
+    unread = [part for reading in diagnosis.evidence.readings for part in reading.unread]
+    if unread:
+        parts = "; ".join(f'"{part[:MAX_PART]}"' for part in unread[:MAX_PARTS])
+        why = f"not understood: {parts}."
+    elif diagnosis.causes and diagnosis.causes[0].scored.cause.label != "healthy":
+        first = diagnosis.causes[0].scored
+        why = f"{first.cause.label} is likeliest, with a score of {first.score:.2f}, and not shown."
+    else:
+        why = "too little is known for a verdict."
+    test = diagnosis.next_test
+    return f"{why} What would decide it: {test.name} (below)." if test is not None else why
 
 
 def _problem_words(diagnosis: Diagnosis) -> str:
-    """Return what the cause is, or which causes it may be if no score is high enough to say."""
-    likeliest, *others = [ranked.scored for ranked in diagnosis.causes]
-    if likeliest.score >= NAMED:
-        return likeliest.cause.what
-    alike = [likeliest, *(item for item in others if item.score > CLOSE * likeliest.score)]
-    family = likeliest.cause.family
-    if len(alike) > 1 and family in OF_FAMILY and all(i.cause.family == family for i in alike):
-        return OF_FAMILY[family]
-    if len(alike) == 1:
-        return (
-            f"The likeliest cause is {likeliest.cause.label}, which the evidence does not settle."
-        )
-    names = " or ".join(item.cause.label for item in alike[:2])
-    return f"The likeliest cause is {names}; the evidence does not tell them apart."
+    """Return what the cause is, or what is seen if no score is high enough to name a cause."""
+    causes = [ranked.scored for ranked in diagnosis.causes]
+    if causes and causes[0].score >= NAMED:
+        return causes[0].cause.what
+    if causes and family_score(causes) >= NAMED:
+        return OF_FAMILY[causes[0].cause.family]
+    seen = next(name for name in CONCLUSIVE if diagnosis.evidence.flag(name))
+    fact = diagnosis.evidence.facts[seen]
+    why = SEEN[seen].format(fact.source)
+    alike = [item.cause.label for item in causes if item.score > CLOSE * causes[0].score]
+    return f"{why} Why is open{': ' * bool(alike)}{' or '.join(alike[:2])}."
 
 
 def sections(diagnosis: Diagnosis) -> Iterator[Section]:
@@ -267,6 +290,10 @@ def _evidence_words(evidence: Evidence) -> Iterator[str]:
         unknown = f", {reading.num_unknown} not understood" if reading.num_unknown else ""
         yield f"{reading.source}: {kinds}; {reading.num_lines} lines{unknown}"
         yield from (f"{reading.source}: {note}" for note in reading.notes)
+    yield from (
+        f"{check.name}: {check.words}, p = {check.p_value:.2g}"
+        for check in sorted(evidence.checks.values(), key=lambda check: check.p_value)[:MAX_NOTES]
+    )
     yield from evidence.notes[:MAX_NOTES]
     for fact in evidence.disagreements:
         known = evidence.facts[fact.name]

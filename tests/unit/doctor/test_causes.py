@@ -109,7 +109,7 @@ def test_scores_leave_a_share_to_unlisted_causes():
 
 def test_nothing_known_is_insufficient_and_names_a_cheap_test():
     found = diagnose(Evidence())
-    assert found.verdict == "insufficient evidence" and not found.causes
+    assert found.verdict == "inconclusive" and not found.causes
     assert found.next_test is not None and found.next_test.minutes <= 5
 
 

@@ -560,6 +560,8 @@ def evidence_of(totals: TraceTotals, name: str) -> Evidence:
     _add_growth(evidence, totals.far, source)
     _add_acceptance_over_time(evidence, totals)
     evidence.settle([*_run_checks(totals, evidence)])
+    if evidence.flag("acceptance_dropped"):
+        evidence.changes.append(f"acceptance fell {evidence.checks['acceptance_dropped'].words}")
     _add_setup(evidence, totals, source)
     _add_off_share(evidence, totals, source)
     _add_asked(evidence, totals.requests, source)

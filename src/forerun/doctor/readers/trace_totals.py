@@ -244,6 +244,8 @@ def compare(places: StretchCounts, high: Mask, low: Mask) -> Comparison | None:
     freedom = sum(parts) ** 2 / max(
         1e-300, sum(part**2 / (n - 1) for part, n in zip(parts, num, strict=True))
     )
+    if between < sum(spread):  # the stretches vary no more than their steps make them
+        freedom = max(freedom, float(sum(num) - 2))
     return Comparison(
         high=sides[0],
         low=sides[1],
