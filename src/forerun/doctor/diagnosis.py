@@ -596,8 +596,8 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     scored = score_causes(evidence, CAUSES.values())
     verdict = verdict_of(scored, evidence, given)
     named = [item for item in scored if item.reaches(MIN_ALSO) and item.score >= LEAST_NAMED]
-    if verdict == "healthy":
-        named = [item for item in scored if item.cause.label == verdict]
+    if verdict != "inconclusive":
+        named = [i for i in named if (i.cause.label == "healthy") == (verdict == "healthy")]
     causes = tuple(
         RankedCause(
             scored=item,

@@ -17,7 +17,6 @@ from forerun.doctor.diagnosis import (
     Diagnosis,
     RankedCause,
     basis_of,
-    family_score,
 )
 from forerun.doctor.evidence import FACTS, Evidence, Fact, alike
 from forerun.terminal_text import printable
@@ -100,13 +99,13 @@ def _open_words(diagnosis: Diagnosis) -> str:
 def _problem_words(diagnosis: Diagnosis) -> str:
     """Return what the cause is, or what is seen if no score is high enough to name a cause."""
     causes = [ranked.scored for ranked in diagnosis.causes]
-    if causes and causes[0].score >= NAMED:
+    seen = next((name for name in CONCLUSIVE if diagnosis.evidence.flag(name)), "")
+    # A cause that only what is seen speaks for says less than that.
+    if causes and causes[0].score >= NAMED and not (seen and len(causes[0].evidence_for) == 1):
         return causes[0].cause.what
-    if causes and family_score(causes) >= NAMED:
+    if causes and not seen:
         return OF_FAMILY[causes[0].cause.family]
-    seen = next(name for name in CONCLUSIVE if diagnosis.evidence.flag(name))
-    fact = diagnosis.evidence.facts[seen]
-    why = SEEN[seen].format(fact.source)
+    why = SEEN[seen].format(diagnosis.evidence.facts[seen].source)
     alike = [item.cause.label for item in causes if item.score > CLOSE * causes[0].score]
     return f"{why} Why is open{': ' * bool(alike)}{' or '.join(alike[:2])}."
 

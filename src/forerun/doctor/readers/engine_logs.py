@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from forerun.doctor.evidence import Evidence, load_table
+from forerun.doctor.evidence import ERROR_LEVEL, Evidence, load_table
+from forerun.theory.intervals import student_tail
 
 MAX_POSITIONS = 64
 METHODS: Mapping[str, Mapping[str, str]] = load_table("engines")["methods"]
@@ -27,6 +29,7 @@ class Tally:
     means: dict[str, tuple[float, float]] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
 
     def count(self, name: str, value: float) -> None:
         self.counts[name] = self.counts.get(name, 0.0) + value
@@ -60,6 +63,7 @@ class Tally:
     def add_to(self, evidence: Evidence, source: str) -> None:
         """Convert the sums to facts of the evidence; impossible values are noted and left out."""
         evidence.readings[-1].notes += self.notes
+        evidence.changes += self.changes
         named: Mapping[str, object] = {
             **{name: round(value, 3) for name, value in self.counts.items()},
             **{name: total / weight for name, (total, weight) in self.means.items() if weight},
@@ -72,6 +76,106 @@ class Tally:
             evidence.note(
                 "accepted_per_position", [min(v, drafts) for v in self.per_position], source
             )
+
+
+@dataclass(slots=True, kw_only=True)
+class LoggedInterval:
+    """What one line of a log counts, or several in a row; the times are those of the lines."""
+
+    first: str
+    last: str
+    accepted: float
+    drafted: float
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / max(1.0, self.drafted)
+
+    def include(self, other: LoggedInterval) -> None:
+        self.last = other.last
+        self.accepted += other.accepted
+        self.drafted += other.drafted
+        self.tally.include(other.tally)
+
+
+MAX_INTERVALS = 1024
+"""Most intervals of a series; of a longer one two neighbours are one."""
+LIKE_DRAFTS = 10.0
+"""Drafts of one text are alike, so that so many of them count as one in a comparison."""
+LEAST_FALL = 0.1
+"""Least difference of the accepted share that is a fall, and least share of what it was before."""
+CLOCK = re.compile(r"\b\d{2}:\d{2}:\d{2}\b")
+
+
+class LoggedSeries:
+    """Acceptance over the lines of a log; a fall is a change with a time, not an average."""
+
+    def __init__(self) -> None:
+        self.intervals: list[LoggedInterval] = []
+
+    def add(self, line: str, accepted: float, drafted: float, tally: Tally) -> None:
+        """Add what one line counts."""
+        found = CLOCK.search(line)
+        at = found.group(0) if found else f"interval {len(self.intervals) + 1}"
+        self.intervals.append(
+            LoggedInterval(first=at, last=at, accepted=accepted, drafted=drafted, tally=tally)
+        )
+        if len(self.intervals) > MAX_INTERVALS:
+            for even, odd in zip(self.intervals[::2], self.intervals[1::2], strict=False):
+                even.include(odd)
+            del self.intervals[1::2]
+
+    def close(self, tally: Tally) -> None:
+        """Add the counts to a tally: all of them, or those after a fall and what was before."""
+        latest, cut = self.intervals, self._find_fall()
+        if cut:
+            before, latest = joined(self.intervals[:cut]), self.intervals[cut:]
+            now = joined(latest)
+            words = (
+                f"acceptance fell from {before.rate:.2f} to {now.rate:.2f} of the drafted tokens"
+            )
+            tally.changes.append(f"{words} between {before.last} and {now.first}")
+            tally.set_fact("acceptance_dropped", True)
+            tally.set_fact("acceptance_fell_in_run", True)
+            tally.set_fact("reference_acceptance_rate", before.rate)
+        for interval in latest:
+            tally.include(interval.tally)
+
+    def _find_fall(self) -> int:
+        """Return the first interval after a fall that is beyond chance; 0 without one."""
+        best, num = (0.0, 0), len(self.intervals)
+        for cut in range(1, num):
+            before, now = joined(self.intervals[:cut]), joined(self.intervals[cut:])
+            fall = before.rate - now.rate
+            if fall >= max(LEAST_FALL, LEAST_FALL * before.rate) and before.drafted and now.drafted:
+                error = math.hypot(
+                    self._error_of(before, self.intervals[:cut]),
+                    self._error_of(now, self.intervals[cut:]),
+                )
+                best = max(best, (fall / error, cut))
+        return best[1] if num * student_tail(best[0], NORMAL) <= ERROR_LEVEL else 0
+
+    def _error_of(self, total: LoggedInterval, parts: Sequence[LoggedInterval]) -> float:
+        """Return the larger of the errors between intervals and between drafts."""
+        share = min(0.99, max(0.01, total.rate))
+        of_drafts = LIKE_DRAFTS * share * (1.0 - share) / max(1.0, total.drafted)
+        spread = sum((p.drafted * (p.rate - total.rate)) ** 2 for p in parts) / total.drafted**2
+        return math.sqrt(max(of_drafts, spread))
+
+
+NORMAL = 1e6
+"""Degrees of freedom at which Student's distribution is normal."""
+
+
+def joined(intervals: Sequence[LoggedInterval]) -> LoggedInterval:
+    """Return several intervals as one, without what else their lines state."""
+    return LoggedInterval(
+        first=intervals[0].first,
+        last=intervals[-1].last,
+        accepted=sum(interval.accepted for interval in intervals),
+        drafted=sum(interval.drafted for interval in intervals),
+    )
 
 
 NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:[eE][-+]?[0-9]{1,2})?)"
@@ -145,6 +249,7 @@ class SpecDecodingLog(LineReader):
         super().__init__()
         self.kind = "vLLM log"
         self._runs: dict[str, Tally] = {}
+        self._series: dict[str, LoggedSeries] = {}
         self._old: tuple[float, float, float] | None = None
 
     def read(self, line: str) -> bool:
@@ -153,7 +258,7 @@ class SpecDecodingLog(LineReader):
         if rate := VLLM_THROUGHPUT.search(line):
             running = matched_number(VLLM_RUNNING, line)
             # If nothing runs at the end of an interval, it was idle for a part of it.
-            run = self._run(line)
+            run = self._runs[self._run(line)]
             if running:
                 run.mean("tokens_per_s", float(rate.group(1)))
                 run.mean("batch", max(1.0, running))
@@ -171,7 +276,8 @@ class SpecDecodingLog(LineReader):
         return False
 
     def close(self) -> None:
-        self._close_runs()
+        for name in self._close_runs():
+            self._series.setdefault(name, LoggedSeries()).close(self.tally)
         if self._old is None:
             return
         k, accepted, drafted = self._old
@@ -181,23 +287,23 @@ class SpecDecodingLog(LineReader):
         if k:
             self.tally.count("num_drafts", drafted / k)
 
-    def _run(self, line: str) -> Tally:
+    def _run(self, line: str) -> str:
+        """Return the name of the process that wrote a line."""
         found = PROCESS.search(line)
         name = found.group(1) if found else ""
         if name not in self._runs and len(self._runs) >= MAX_PROCESSES:
             name = next(iter(self._runs))
-        return self._runs.setdefault(name, Tally())
+        self._runs.setdefault(name, Tally())
+        return name
 
-    def _close_runs(self) -> None:
-        rates = {
-            name: run.counts["num_accepted"] / run.counts["num_drafted"]
-            for name, run in self._runs.items()
-            if run.counts.get("num_drafted", 0.0) >= MIN_DRAFTED
-        }
+    def _close_runs(self) -> list[str]:
+        """Take what else the lines state; returns the processes whose acceptance counts."""
+        totals = {name: joined(series.intervals) for name, series in self._series.items()}
+        rates = {name: all_.rate for name, all_ in totals.items() if all_.drafted >= MIN_DRAFTED}
         if len(rates) < 2 or max(rates.values()) - min(rates.values()) < SAME_RUN:
             for run in self._runs.values():
                 self.tally.include(run)
-            return
+            return list(self._series)
         least = min(rates, key=lambda name: rates[name])
         self.tally.include(self._runs[least])
         others = sorted((rate, name) for name, rate in rates.items() if name != least)
@@ -208,6 +314,7 @@ class SpecDecodingLog(LineReader):
             f"{' and others' if len(others) > MAX_SHOWN else ''}. Give the lines of one process to "
             "diagnose another run"
         )
+        return [least]
 
     def _read_metrics(self, line: str) -> bool:
         accepted, drafted = matched_number(ACCEPTED, line), matched_number(DRAFTED, line)
@@ -215,7 +322,7 @@ class SpecDecodingLog(LineReader):
         rates = numbers_in(found.group(1)) if found else []
         if accepted is None or drafted is None:
             return False
-        run = self._run(line)
+        name, run = self._run(line), Tally()
         if "metrics: Draft acceptance rate" in line:
             self.kind = "LMDeploy log"
             if rate := LMDEPLOY_RATE.search(line):
@@ -227,6 +334,7 @@ class SpecDecodingLog(LineReader):
         if drafts:
             run.count("num_drafts", drafts)
             run.positions([rate * drafts for rate in rates])
+        self._series.setdefault(name, LoggedSeries()).add(line, accepted, drafted, run)
         return True
 
 
@@ -253,6 +361,10 @@ ADAPTIVE = re.compile(r"Adaptive spec params updated: steps (\d{1,3}) -> (\d{1,3
 MAX_DRAFT_TOKENS = 64
 
 
+LINE_STEPS = 40.0
+"""Steps of a request between two lines, as SGLang is set by default."""
+
+
 class SglangLog(LineReader):
     """Reader of SGLang's scheduler lines and start-up arguments."""
 
@@ -262,6 +374,7 @@ class SglangLog(LineReader):
         super().__init__()
         self._pairs: list[tuple[float, float]] = []
         self._changes: list[tuple[int, int]] = []
+        self._series = LoggedSeries()
 
     def read(self, line: str) -> bool:
         if "Decode batch" in line:
@@ -287,13 +400,16 @@ class SglangLog(LineReader):
         nodes = num_draft_tokens_of(self._pairs)
         if nodes is not None:
             self.tally.set_fact("k", nodes - 1)
+        self._series.close(self.tally)
 
     def _read_decode(self, line: str) -> bool:
         running = matched_number(SGLANG_RUNNING, line)
         weight = max(1.0, running) if running is not None else 1.0
         length, rate = matched_number(SGLANG_LENGTH, line), matched_number(RATE, line)
         if length is not None and length >= 1.0:
-            self.tally.mean("acceptance_length", length, weight)
+            steps, line_tally = LINE_STEPS * weight, Tally()
+            line_tally.mean("acceptance_length", length, weight)
+            self._series.add(line, steps * (length - 1.0) / length, steps, line_tally)
             if rate:
                 self._pairs.append((length, rate))
         if running is not None:

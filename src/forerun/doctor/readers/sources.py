@@ -298,7 +298,10 @@ LABELS = {
         1.0,
     ),
     "acceptance_length": (
-        _label("Acceptance length", "Mean acceptance length", "mean acceptance length"),
+        _label(
+            *("Acceptance length", "Mean acceptance length", "mean acceptance length"),
+            *("Average Accept length", "Average accept length"),
+        ),
         1.0,
     ),
     "draft_acceptance_rate": (_label("Acceptance rate (%)"), 0.01),
@@ -398,6 +401,9 @@ WORDS = (
     *("structured", "assist", "mtp", "eagle"),
 )
 """Words of which every line that a reader recognises contains one; other lines are skipped."""
+UNREAD = re.compile(r"accept\w* (?:rate|len\w*)\W{1,4}[0-9]")
+"""Beginning of a figure of acceptance; a line with one that no reader knows is named."""
+MAX_UNREAD = 8
 MAX_DOCUMENT = 1 << 24
 ESCAPES = re.compile(r"\x1b\[[0-9;]{0,16}[A-Za-z]")
 
@@ -495,7 +501,10 @@ def read_lines(lines: Iterable[str], name: str) -> Evidence:
         lowered = line.lower()
         if not known and any(word in lowered for word in WORDS):
             known = any(reader.read(line) for reader in readers)
-        reading.num_unknown += not known
+        if not known:
+            reading.num_unknown += 1
+            if UNREAD.search(lowered) and len(reading.unread) < MAX_UNREAD:
+                reading.unread.append(line.strip()[:MAX_WORD])
         if reading.num_lines % CHECKED_LINES == 0 and time.monotonic() > deadline:
             reading.notes.append(f"took more than {MAX_SECONDS:g} s; the rest was not read")
             break
@@ -668,6 +677,8 @@ def read_complaint(text: str, *, is_asking: bool = False) -> Evidence:
     evidence = Evidence(readings=[Reading(source="the complaint", kinds={"words"}, num_lines=1)])
     for name, value in observations_in(text):
         evidence.add(name, value, "the complaint")
+    parts = [part.strip() for part in SENTENCES.split(text)]
+    evidence.readings[0].unread += [p for p in parts if p and not [*observations_in(p)]]
     if not evidence.facts and not is_asking:
         raise InvalidRequest(
             f"{hide_urls(text)[:60]!r} is no file, and nothing in it is understood as a "

@@ -197,7 +197,7 @@ def _add_shares(evidence: Evidence, totals: TraceTotals, source: str) -> None:
 
 
 def _add_swing(evidence: Evidence, totals: TraceTotals, source: str) -> None:
-    if PAUSING & totals.methods.keys():
+    if PAUSING & totals.methods.keys() or not totals.methods:
         return
     moved, of = totals.k_swing
     if of:
@@ -342,6 +342,8 @@ NO_GROWTH, MIN_GROWTH = 1.15, 1.6
 """Growth of a pass from short to long contexts, if that of plain steps is not known: up to the
 first it is none, from the second on it is reported. Attention takes longer there without drafts,
 too."""
+FAR_SPLIT = 18
+"""Twice the logarithm of a context of 512 tokens: no pass over less takes longer for it."""
 Cycles = Mapping[tuple[int, ...], Seconds]
 """Durations by number of requests, rows per request, and logarithm of the context."""
 
@@ -356,7 +358,8 @@ def _add_growth(evidence: Evidence, cycles: Cycles, source: str) -> None:
             if drafting is None:
                 continue
             num, growth = drafting
-            if plain is None and NO_GROWTH < growth < MIN_GROWTH:
+            is_short = split < FAR_SPLIT
+            if plain is None and growth > NO_GROWTH and (is_short or growth < MIN_GROWTH):
                 continue
             words = f"a pass of {rows} rows takes {growth:.2f} times as long at long contexts"
             if plain is not None:
@@ -561,6 +564,7 @@ def evidence_of(totals: TraceTotals, name: str) -> Evidence:
     _add_acceptance_over_time(evidence, totals)
     evidence.settle([*_run_checks(totals, evidence)])
     if evidence.flag("acceptance_dropped"):
+        evidence.note("acceptance_fell_in_run", True, source)
         evidence.changes.append(f"acceptance fell {evidence.checks['acceptance_dropped'].words}")
     _add_setup(evidence, totals, source)
     _add_off_share(evidence, totals, source)
