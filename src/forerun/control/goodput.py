@@ -135,7 +135,9 @@ class GoodputController(Controller):
         self._until_plain = defaultdict[int, float](lambda: self.config.num_cold)
         self._plain_left = 0
         self._num_plain = self.config.num_cold - 1
-        self._is_logged = False
+        self._is_off = False
+        self._num_resumed = 0  # steps planned with a draft since drafting was off
+        self._logged_after = LOGGED_AFTER
         self._chosen = {name: MethodChoice(method=name) for name in ("plain", *self.methods)}
 
     def decide(self, states: Sequence[RequestState], capacity: Capacity) -> Decision:
@@ -192,8 +194,6 @@ class GoodputController(Controller):
         else:
             self._num_plain += 1
             self._plain_left = max(0, self._plain_left - 1)
-            if self._num_plain >= LOGGED_AFTER and self._until_plain:
-                self._log()
         self._learn_costs(records, active.point, num_read, rest)
         if num_read >= LEAST_READ:
             times = self.costs.times(active.point).get(drafts[0].method)
@@ -203,6 +203,7 @@ class GoodputController(Controller):
         if self._probe_loss > 0.0:
             self._probe_loss = max(0.0, self._probe_loss - config.probe_share)
         probed = [at for at, plan in enumerate(active.plans) if plan.probe]
+        self._note_switch(is_drafting=bool(drafts) and not probed)
         if probed:
             self._chosen[active.plans[probed[0]].method].num_probes += 1
         if probed and drafts and not first.num_prefill_rows:
@@ -468,16 +469,23 @@ class GoodputController(Controller):
             choice.shape = best.shape
         return found
 
-    def _log(self) -> None:
-        """Log once that drafting was stopped, with the reason."""
-        if self._is_logged:
+    def _note_switch(self, *, is_drafting: bool) -> None:
+        """Log that drafting stopped or resumed, after some steps; after twice as many next time."""
+        names = " or ".join(self.methods)
+        self._num_resumed = self._num_resumed + is_drafting if self._is_off else 0
+        if self._num_resumed >= self._logged_after:
+            logger.info("drafting with %s pays again and has resumed", names)
+        elif self._num_plain >= self._logged_after and self._until_plain and not self._is_off:
+            logger.info(
+                "drafting with %s is slower than plain decoding at present, so decoding goes on "
+                "plainly; a short draft checks now and then whether it pays again, and then it "
+                "resumes",
+                names,
+            )
+        else:
             return
-        self._is_logged = True
-        logger.info(
-            "drafting with %s is slower than plain decoding at present, so decoding goes on "
-            "plainly; a short draft checks now and then whether it pays again, and then it resumes",
-            " or ".join(self.methods),
-        )
+        self._is_off = not self._is_off
+        self._logged_after *= 2
 
 
 @cache

@@ -17,6 +17,7 @@ from forerun.doctor.diagnosis import (
     Diagnosis,
     RankedCause,
     basis_of,
+    family_score,
 )
 from forerun.doctor.evidence import FACTS, Evidence, Fact, alike
 from forerun.terminal_text import printable
@@ -103,7 +104,7 @@ def _problem_words(diagnosis: Diagnosis) -> str:
     # A cause that only what is seen speaks for says less than that.
     if causes and causes[0].score >= NAMED and not (seen and len(causes[0].evidence_for) == 1):
         return causes[0].cause.what
-    if causes and not seen:
+    if causes and (not seen or family_score(causes) >= NAMED):
         return OF_FAMILY[causes[0].cause.family]
     why = SEEN[seen].format(diagnosis.evidence.facts[seen].source)
     alike = [item.cause.label for item in causes if item.score > CLOSE * causes[0].score]
