@@ -111,6 +111,8 @@ class Reading:
         return asdict(self) | {"kinds": sorted(self.kinds)}
 
 
+SLOWER, AS_FAST = 0.97, 1.0
+"""Speedup: below the first decoding is slower than plain; from the second on it is not."""
 ERROR_LEVEL = 0.005
 """Probability that any check of one piece of evidence finds what is not there, all together."""
 

@@ -57,12 +57,13 @@ def test_a_draft_that_pays_again_is_used_again_within_200_steps_by_most():
     assert found >= 12
 
 
-def test_giving_up_is_logged_once(caplog):
+def test_giving_up_and_resuming_are_logged_once_each(caplog):
     with caplog.at_level(logging.INFO, logger="forerun.control"):
         ours = world(lambda _, __, step: 0.85 if 300 < step < 900 else 0.0)
         ours.run(auto(), 3000)
-    (record,) = caplog.records
-    assert "slower than plain decoding" in record.getMessage()
+    stopped, resumed, again = [record.getMessage() for record in caplog.records]
+    assert "slower than plain decoding" in stopped and again == stopped
+    assert resumed == "drafting with d pays again and has resumed"
 
 
 def test_plain_plans_are_reused(monkeypatch):

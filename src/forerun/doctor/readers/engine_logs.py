@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from forerun.doctor.evidence import ERROR_LEVEL, Evidence, load_table
+from forerun.doctor.evidence import ERROR_LEVEL, Check, Evidence, load_table
 from forerun.theory.intervals import student_tail
 
 MAX_POSITIONS = 64
@@ -30,6 +30,7 @@ class Tally:
     facts: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
 
     def count(self, name: str, value: float) -> None:
         self.counts[name] = self.counts.get(name, 0.0) + value
@@ -64,6 +65,7 @@ class Tally:
         """Convert the sums to facts of the evidence; impossible values are noted and left out."""
         evidence.readings[-1].notes += self.notes
         evidence.changes += self.changes
+        evidence.settle(self.checks)
         named: Mapping[str, object] = {
             **{name: round(value, 3) for name, value in self.counts.items()},
             **{name: total / weight for name, (total, weight) in self.means.items() if weight},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from forerun.doctor.evidence import MAX_NUMBER, load_table
-from forerun.doctor.readers.engine_logs import MAX_POSITIONS, LineReader, Tally, positive
+from forerun.doctor.evidence import AS_FAST, MAX_NUMBER, SLOWER, Check, load_table
+from forerun.doctor.readers.engine_logs import MAX_POSITIONS, NORMAL, LineReader, Tally, positive
+from forerun.theory.intervals import student_tail
 
 SAMPLE = re.compile(
     r"^([a-zA-Z_:][a-zA-Z0-9_:]{0,200})(?:\{(.{0,4000})\})?\s+(\S{1,40})(?:\s+-?\d{1,20})?\s*$"
@@ -82,7 +83,8 @@ class Metrics:
 
 
 def _is_gauge(name: str) -> bool:
-    return name in GAUGES or name.endswith(("_accept_rate", "_draft_overhead", "_running"))
+    gauges = ("_accept_rate", "_draft_overhead", "_running", "speedup_low", "speedup_high")
+    return name in GAUGES or name.endswith(gauges)
 
 
 def grown(now: float, before: float) -> float:
@@ -185,6 +187,7 @@ def _add_sglang(tally: Tally, totals: Mapping[str, float]) -> None:
 
 
 CYCLE_SECONDS = "forerun:cycle_seconds"
+NORMAL_95 = 1.96
 MIN_OFF_SHARE = 0.25
 """Share of steps without a draft that is more than the first and last step of every request."""
 
@@ -207,6 +210,27 @@ def _add_own(tally: Tally, totals: Mapping[str, float]) -> None:
         off = 1.0 - tally.counts.get("num_drafts", 0.0) / steps
         if off >= MIN_OFF_SHARE:  # only a controller decodes so many steps plainly
             tally.set_fact("off_share", off)
+        tally.checks += _check_speed(totals, off)
+
+
+MOSTLY_OFF = 0.5
+"""Share of plain steps from which on drafts are not why decoding is slower than it was."""
+
+
+def _check_speed(totals: Mapping[str, float], off_share: float) -> Iterator[Check]:
+    """Test whether decode steps are slower than plain ones, from the 95% interval of the ratio."""
+    name = "forerun:speedup"
+    found, low, high = (positive(totals, name + end) for end in ("", "_low", "_high"))
+    if found is None or low is None or high is None:
+        return
+    error = max(1e-9, (high - low) / (2.0 * NORMAL_95))
+    yield Check(
+        name="slower_than_plain",
+        p_value=student_tail((SLOWER - found) / error, NORMAL),
+        is_large=found < SLOWER and off_share < MOSTLY_OFF,
+        is_absent=found >= AS_FAST,
+        words=f"speedup {found:.2f} ({low:.2f} to {high:.2f})",
+    )
 
 
 def add_cycles(tally: Tally, totals: Mapping[str, float]) -> None:

@@ -11,7 +11,16 @@ from statistics import fmean, median
 
 import numpy as np
 
-from forerun.doctor.evidence import MAX_WORD, Check, Evidence, Reading, is_limit, load_table
+from forerun.doctor.evidence import (
+    AS_FAST,
+    MAX_WORD,
+    SLOWER,
+    Check,
+    Evidence,
+    Reading,
+    is_limit,
+    load_table,
+)
 from forerun.doctor.readers.trace_totals import (
     AFTER_PAUSE,
     MIN_STRETCHES,
@@ -240,8 +249,6 @@ FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
 
 ABOVE_EXPECTED, AS_EXPECTED = 1.04, 1.02
 """Accepted over expected tokens: reported from the first value on, denied up to the second."""
-SLOWER, AS_FAST = 0.97, 1.0
-"""Speedup: below the first decoding is slower than plain; from the second on it is not."""
 
 
 def _run_checks(totals: TraceTotals, evidence: Evidence) -> Iterator[Check]:
