@@ -9,6 +9,7 @@ diagnosis of the metrics that the page would show, from the callable that `serve
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def main() -> None:
     command = [sys.executable, "-m", "forerun", "serve", TARGET, "--draft", "auto"]
     command += ["--max-context", "1024", "--port", str(options.port), "--max-batch", "6"]
     url = f"http://127.0.0.1:{options.port}"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             looks, of_file = look(url, options.looks, options.interval_s)
         finally:
@@ -104,13 +105,14 @@ def get(url: str) -> str:
 
 def ask(url: str, number: int, done: threading.Event) -> None:
     """Ask for one text after another."""
-    choose = random.Random(number)
-    while not done.is_set():
+    for turn in itertools.count(number):
+        if done.is_set():
+            return
         body = {
             "model": TARGET,
-            "prompt": choose.choice(PROMPTS),
-            "max_tokens": choose.randint(16, 120),
-            "temperature": choose.choice((0.0, 0.7, 1.0)),
+            "prompt": PROMPTS[turn % len(PROMPTS)],
+            "max_tokens": 16 + 37 * turn % 105,
+            "temperature": (0.0, 0.7, 1.0)[turn % 3],
         }
         request = urllib.request.Request(
             f"{url}/v1/completions",

@@ -70,7 +70,7 @@ def test_a_problem_is_3_and_names_two_changes_with_their_price(diagnose, log):
 
 def test_too_little_is_4_and_asks(diagnose):
     code, captured = diagnose("--temperature", 0.7)
-    assert code == 4 and "Insufficient evidence" in captured.out and "Next test" in captured.out
+    assert code == 4 and "Inconclusive" in captured.out and "Next test" in captured.out
 
 
 def test_json_is_one_object(diagnose, log):

@@ -281,7 +281,7 @@ COMMAND = Command(
     description="Report where the time per token goes, which cause fits the evidence, what to\n"
     "test next and what changes would gain. Reads traces of forerun and logs, metrics and stats\n"
     "of vLLM, SGLang, TensorRT-LLM, llama.cpp and LMDeploy. Exit code 0: healthy, 3: a\n"
-    "problem was found, 4: the evidence is insufficient.",
+    "problem was found, 4: inconclusive.",
     examples=(
         "forerun diagnose trace.jsonl --before healthy.jsonl --html report.html",
         "forerun diagnose vllm.log --tokens-per-s 61 --tokens-per-s-plain 70 --changed target",

@@ -88,7 +88,7 @@ exit codes:
   1    a check did not pass, or the work could not be finished (memory, disk, a broken model)
   2    a flag, a value, a file or a model cannot be used
   3    diagnose, audit: a problem was found
-  4    diagnose, audit: the evidence is insufficient
+  4    diagnose, audit: inconclusive
   70   an error that forerun did not foresee; FORERUN_TRACEBACK=1 shows where
   130  interrupted
   141  the reader of the output ended early

@@ -107,7 +107,7 @@ def test_scores_leave_a_share_to_unlisted_causes():
     assert 0.8 < sum(s.score for s in score_causes(evidence, CAUSES.values())) < 1.0
 
 
-def test_nothing_known_is_insufficient_and_names_a_cheap_test():
+def test_nothing_known_is_inconclusive_and_names_a_cheap_test():
     found = diagnose(Evidence())
     assert found.verdict == "inconclusive" and not found.causes
     assert found.next_test is not None and found.next_test.minutes <= 5

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from forerun.doctor.diagnosis import Diagnosis, diagnose
-from forerun.doctor.evidence import Evidence, Reading, merge
+from forerun.doctor.evidence import Check, Evidence, Reading, merge
+from forerun.doctor.readers.sources import read_text
 from forerun.doctor.words import NAMED, headline, page_of, sections
 from forerun.errors import InvalidRequest
 from forerun.theory.cost import CostLine, CostTable
@@ -304,3 +307,75 @@ def test_causes_that_are_hardly_possible_are_not_printed():
     headings = [s.heading for s in sections(found) if s.heading[0].isdigit()]
     printed = [ranked for ranked in found.causes if ranked.scored.score >= 0.02]
     assert len(headings) == len(printed) == len(found.causes)
+
+
+LOG = """\
+(pid=1) INFO 03-12 10:00:10 SpecDecoding metrics: Mean acceptance length: 2.23, Accepted: 551 \
+tokens, Drafted: 900 tokens, Per-position acceptance rate: 0.798, 0.427
+(pid=1) INFO 03-12 10:00:30 SpecDecoding metrics: Mean acceptance length: 1.02, Accepted: 8 \
+tokens, Drafted: 880 tokens, Per-position acceptance rate: 0.018, 0.000
+(pid=1) INFO 03-12 10:00:50 SpecDecoding metrics: Mean acceptance length: 1.00, Accepted: 0 \
+tokens, Drafted: 860 tokens, Per-position acceptance rate: 0.000, 0.000
+"""
+
+
+def test_a_fall_in_a_log_is_a_change_with_a_time():
+    found = diagnose(read_text(io.BytesIO(LOG.encode()), "serve.log"))
+    assert found.verdict == "problem"
+    said = headline(found)
+    assert "Acceptance fell from 0.61 to 0.00 of the drafted tokens" in said
+    assert "between 10:00:10 and 10:00:30" in said and "no K pays" in said
+    rate = found.evidence.number("draft_acceptance_rate")
+    assert rate is not None and rate < 0.01
+    assert found.evidence.number("reference_acceptance_rate") == pytest.approx(551 / 900)
+
+
+def test_a_log_that_only_wavers_is_averaged():
+    lines = LOG.splitlines()[0]
+    log = "\n".join([lines, lines.replace("551", "490"), lines.replace("551", "520")])
+    found = read_text(io.BytesIO(log.encode()), "serve.log")
+    assert not found.changes and found.number("num_drafted") == 2700
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.03])
+def test_acceptance_near_nothing_is_a_problem_whatever_k_is(tau: float):
+    found = found_from(acceptance_length=tau, method="eagle")
+    assert found.verdict == "problem" and "no K pays" in headline(found)
+
+
+def test_health_needs_figures_that_could_have_shown_a_fault_and_names_them():
+    assert found_from(k=4, temperature=0.7).verdict == "inconclusive"
+    found = found_from(k=4, acceptance_rate_per_position=[0.85, 0.7, 0.6, 0.5])
+    assert headline(found).startswith("Healthy as far as is known: no fault in acceptance.")
+
+
+def test_what_was_not_understood_is_named_and_never_healthy():
+    evidence = Evidence(readings=[Reading(source="words", unread=["two of six are truncated"])])
+    evidence.add("acceptance_rate_per_position", [0.85, 0.7], "test")
+    found = diagnose(evidence)
+    assert found.verdict == "inconclusive"
+    assert 'not understood: "two of six are truncated"' in headline(found)
+
+
+def test_checks_share_one_error_level():
+    """Ten that show nothing take from one that shows something; alone it would be enough."""
+    shown = Check(
+        name="acceptance_dropped", p_value=0.003, is_large=True, is_absent=False, words=""
+    )
+    others = [
+        replace(shown, name=f"acceptance_falls_with_{what}", p_value=0.5)
+        for what in ("context", "generation", "batch", "temperature", "k")
+    ]
+    alone, among = Evidence(), Evidence()
+    alone.settle([shown])
+    among.settle([*others, shown])
+    assert alone.flag("acceptance_dropped") is True
+    assert among.flag("acceptance_dropped") is None and len(among.checks) == 6
+
+
+def test_the_speed_of_a_run_is_that_of_all_its_steps():
+    facts = {"acceptance_length": 2.67, "cycle_cost": 1.0, "num_drafts": 36, "num_steps": 100}
+    found = found_from(**facts, k=4)
+    whole = (36 * 2.67 + 64) / 100
+    assert found.evidence.number("speedup") == pytest.approx(whole)
+    assert f"{whole:.2f}x the plain rate" in headline(found)

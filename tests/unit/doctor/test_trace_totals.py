@@ -152,3 +152,28 @@ def test_damage_is_counted_and_the_first_places_named():
 def test_what_holds_nothing_drafted_has_no_figures(items):
     found = derive(evidence_of(read(items), "t"))
     assert not {"acceptance_length", "cycle_cost", "k"} & found.facts.keys()
+
+
+def excess_of(accepted: list[int], expected: float, depth: int = 4) -> float:
+    found = ExcessTest()
+    columns = {
+        "num_accepted": np.array(accepted),
+        "expected_accepted": np.full(len(accepted), expected),
+        "depth_drafted": np.full(len(accepted), depth),
+    }
+    found.add(columns)
+    return found.value
+
+
+def test_an_excess_is_shown_and_luck_is_not():
+    assert excess_of([4] * 30, 3.6) < 200.0, "nothing rejected in 30 steps happens one in 23 times"
+    assert excess_of([2] * 1000, 2.0) <= 1.0
+    assert excess_of([4] * 60, 2.0) > 1e6
+
+
+def test_an_e_value_has_a_mean_of_at_most_one():
+    """Two outcomes, all or nothing, are the hardest case: there the bound is an equation."""
+    mean = 0.3 * excess_of([4], 1.2) + 0.7 * excess_of([0], 1.2)
+    assert mean == pytest.approx(1.0)
+    inner = 0.3 * excess_of([2], 1.2) + 0.7 * excess_of([1], 6 / 5)
+    assert inner < 1.0 + 1e-9
