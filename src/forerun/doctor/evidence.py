@@ -118,7 +118,7 @@ ERROR_LEVEL = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class EvidenceCheck:
     """A test of an observation, which shares one error level with all others of its evidence.
 
     Attributes:
@@ -164,7 +164,7 @@ class Evidence:
     readings: list[Reading] = field(default_factory=list)
     series: dict[str, Points] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    checks: dict[str, Check] = field(default_factory=dict)
+    checks: dict[str, EvidenceCheck] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
@@ -186,7 +186,7 @@ class Evidence:
         except ValueError as error:
             self.notes.append(f"not used: {error} ({source})")
 
-    def settle(self, checks: Sequence[Check]) -> None:
+    def settle(self, checks: Sequence[EvidenceCheck]) -> None:
         """Add what checks show, at one error level for all of them, by Holm's procedure."""
         holds = True
         for place, check in enumerate(sorted(checks, key=lambda check: check.p_value)):

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from forerun.doctor.diagnosis import Diagnosis, diagnose
-from forerun.doctor.evidence import Check, Evidence, Reading, merge
+from forerun.doctor.evidence import Evidence, EvidenceCheck, Reading, merge
 from forerun.doctor.readers.sources import read_text
 from forerun.doctor.words import NAMED, headline, page_of, sections
 from forerun.errors import InvalidRequest
@@ -359,7 +359,7 @@ def test_what_was_not_understood_is_named_and_never_healthy():
 
 def test_checks_share_one_error_level():
     """Ten that show nothing take from one that shows something; alone it would be enough."""
-    shown = Check(
+    shown = EvidenceCheck(
         name="acceptance_dropped", p_value=0.003, is_large=True, is_absent=False, words=""
     )
     others = [

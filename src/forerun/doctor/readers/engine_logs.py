@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from forerun.doctor.evidence import ERROR_LEVEL, Check, Evidence, load_table
+from forerun.doctor.evidence import ERROR_LEVEL, Evidence, EvidenceCheck, load_table
 from forerun.theory.intervals import student_tail
 
 MAX_POSITIONS = 64
@@ -30,7 +30,7 @@ class Tally:
     facts: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[EvidenceCheck] = field(default_factory=list)
 
     def count(self, name: str, value: float) -> None:
         self.counts[name] = self.counts.get(name, 0.0) + value

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from forerun.doctor.evidence import AS_FAST, MAX_NUMBER, SLOWER, Check, load_table
+from forerun.doctor.evidence import AS_FAST, MAX_NUMBER, SLOWER, EvidenceCheck, load_table
 from forerun.doctor.readers.engine_logs import MAX_POSITIONS, NORMAL, LineReader, Tally, positive
 from forerun.theory.intervals import student_tail
 
@@ -217,14 +217,14 @@ MOSTLY_OFF = 0.5
 """Share of plain steps from which on drafts are not why decoding is slower than it was."""
 
 
-def _check_speed(totals: Mapping[str, float], off_share: float) -> Iterator[Check]:
+def _check_speed(totals: Mapping[str, float], off_share: float) -> Iterator[EvidenceCheck]:
     """Test whether decode steps are slower than plain ones, from the 95% interval of the ratio."""
     name = "forerun:speedup"
     found, low, high = (positive(totals, name + end) for end in ("", "_low", "_high"))
     if found is None or low is None or high is None:
         return
     error = max(1e-9, (high - low) / (2.0 * NORMAL_95))
-    yield Check(
+    yield EvidenceCheck(
         name="slower_than_plain",
         p_value=student_tail((SLOWER - found) / error, NORMAL),
         is_large=found < SLOWER and off_share < MOSTLY_OFF,

@@ -15,8 +15,8 @@ from forerun.doctor.evidence import (
     AS_FAST,
     MAX_WORD,
     SLOWER,
-    Check,
     Evidence,
+    EvidenceCheck,
     Reading,
     is_limit,
     load_table,
@@ -251,7 +251,7 @@ ABOVE_EXPECTED, AS_EXPECTED = 1.04, 1.02
 """Accepted over expected tokens: reported from the first value on, denied up to the second."""
 
 
-def _run_checks(totals: TraceTotals, evidence: Evidence) -> Iterator[Check]:
+def _run_checks(totals: TraceTotals, evidence: Evidence) -> Iterator[EvidenceCheck]:
     """Make all tests of a trace, which share one error level."""
     yield from _check_rule(totals)
     yield from _check_speed(totals)
@@ -274,14 +274,14 @@ def _run_checks(totals: TraceTotals, evidence: Evidence) -> Iterator[Check]:
     yield from _check_time(stretches)
 
 
-def _check_rule(totals: TraceTotals) -> Iterator[Check]:
+def _check_rule(totals: TraceTotals) -> Iterator[EvidenceCheck]:
     """Test whether more is accepted than the verifier's rule gives.
 
     The p-value is one over an e-value: it holds for any number of steps and any dependence.
     """
     if (expected := totals.expected_accepted) > 0.0:
         ratio = totals.acceptance.num_accepted / expected
-        yield Check(
+        yield EvidenceCheck(
             name="acceptance_above_expected",
             p_value=min(1.0, 1.0 / totals.excess.value),
             is_large=ratio >= ABOVE_EXPECTED,
@@ -290,12 +290,12 @@ def _check_rule(totals: TraceTotals) -> Iterator[Check]:
         )
 
 
-def _check_speed(totals: TraceTotals) -> Iterator[Check]:
+def _check_speed(totals: TraceTotals) -> Iterator[EvidenceCheck]:
     """Test whether all decode steps together are slower than plain ones."""
     found = totals.cycles.compare()
     if (speedup := found.speedup) is not None:
         t = (SLOWER / speedup.estimate - 1.0) / max(1e-9, found.relative_error)
-        yield Check(
+        yield EvidenceCheck(
             name="slower_than_plain",
             p_value=student_tail(t, found.freedom),
             is_large=speedup.estimate < SLOWER,
@@ -304,7 +304,7 @@ def _check_speed(totals: TraceTotals) -> Iterator[Check]:
         )
 
 
-def _check_outcomes(places: StretchCounts) -> Iterator[Check]:
+def _check_outcomes(places: StretchCounts) -> Iterator[EvidenceCheck]:
     """Compare acceptance by the outcome of the previous draft.
 
     Consecutive steps of a text are alike, so after a step with more accepted tokens acceptance is
@@ -324,7 +324,7 @@ def _check_fall(
     share: float = 0.0,
     num_tried: float = 1.0,
     words: str = "",
-) -> Iterator[Check]:
+) -> Iterator[EvidenceCheck]:
     """Test whether acceptance is lower in the second group of a comparison than in the first.
 
     Args:
@@ -336,7 +336,7 @@ def _check_fall(
     sides = ", ".join(
         f"{side.num_first / side.num_steps:.2f} of {side.num_steps}" for side in (high, low)
     )
-    yield Check(
+    yield EvidenceCheck(
         name=name,
         p_value=min(1.0, num_tried * found.p_value),
         is_large=found.difference >= max(least, share * high.mean),
@@ -391,7 +391,7 @@ def _growth(cycles: Cycles, of: tuple[int, ...], split: int) -> tuple[int, float
 
 def _check_tags(
     evidence: Evidence, places: StretchCounts, by_stretch: Sequence[RequestRecord | None]
-) -> Iterator[Check]:
+) -> Iterator[EvidenceCheck]:
     tags: dict[str, list[int]] = {}
     for index, request in enumerate(by_stretch):
         for tag in () if request is None else request.tags:
@@ -421,7 +421,7 @@ def alpha_1(places: StretchCounts, mask: Mask) -> tuple[float, float]:
 
 def _check_temperatures(
     places: StretchCounts, by_stretch: Sequence[RequestRecord | None]
-) -> Iterator[Check]:
+) -> Iterator[EvidenceCheck]:
     asked = [(i, request) for i, request in enumerate(by_stretch) if request is not None]
     cold = [i for i, request in asked if request.parameters.get("temperature") == 0]
     greedy, known = np.isin(places.stretch, cold), np.isin(places.stretch, [i for i, _ in asked])
@@ -445,7 +445,7 @@ NUM_CUTS = 16
 """Number of moments that are tried as the time of a drop of acceptance."""
 
 
-def _check_time(stretches: Stretches) -> Iterator[Check]:
+def _check_time(stretches: Stretches) -> Iterator[EvidenceCheck]:
     """Test whether acceptance fell, at the moment at which it seems to fall most."""
     places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
     best: tuple[Comparison, float] | None = None
