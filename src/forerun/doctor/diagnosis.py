@@ -623,6 +623,8 @@ def _add_gap_shares(evidence: Evidence, found: Attribution) -> None:
 
 MIN_SYMPTOM = 1.0
 """Weight of a fact against health, in nats, from which on it is a symptom."""
+CHOSEN = ("no_gain", "gain_of_lower_k", "gain_of_higher_k")
+"""No symptoms where a controller chooses K, and whether to draft, by its costs."""
 HARMLESS = ("acceptance_low", "acceptance_fine", "adaptive_k")
 """No symptoms where a controller chose plain decoding for most steps."""
 
@@ -632,9 +634,9 @@ def _add_symptoms(evidence: Evidence) -> None:
     found = [sign.finding(evidence) for sign in CAUSES["healthy"].signs]
     seen = [f.fact.name for f in found if f is not None and f.weight <= -MIN_SYMPTOM]
     if "off_share" in evidence and evidence.flag("slower_than_plain") is not True:
-        # A controller that can switch a draft off need not gain, and one that did needs no draft.
         is_off = is_switched_off(evidence)
-        seen = [name for name in seen if name != "no_gain" and not (is_off and name in HARMLESS)]
+        harmless = CHOSEN + (HARMLESS if is_off else ())
+        seen = [name for name in seen if name not in harmless]
     if seen or basis_of(evidence):
         words = ", ".join(seen) or "no fact speaks against health"
         evidence.note("symptom_seen", bool(seen), words)
@@ -719,7 +721,7 @@ def family_score(scored: Sequence[ScoredCause]) -> float:
 def _is_asserted(item: ScoredCause, given: Set[str]) -> bool:
     """Whether a given observation speaks for a likely cause, whatever health says of it."""
     return item.score >= NAMED / 2.0 and any(
-        f.fact.name in given and f.fact.value is True and f.weight >= MIN_SUPPORT
+        f.fact.name in given and f.fact.value is True and f.weight > MIN_SUPPORT
         for f in item.evidence_for
     )
 

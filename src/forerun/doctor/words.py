@@ -73,7 +73,7 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
     rate = "" if speedup is None else f" Decoding runs at {speedup:.2f}x the plain rate."
     if diagnosis.verdict == "inconclusive":
         return f"Inconclusive: {_open_words(diagnosis)}{rate}"
-    changed = "".join(f" {words[0].upper()}{words[1:]}." for words in diagnosis.evidence.changes)
+    changed = "".join(f" {printable(c[:1].upper() + c[1:])}." for c in diagnosis.evidence.changes)
     if diagnosis.verdict == "problem":
         return f"Problem: {_problem_words(diagnosis)}{changed}{rate}"
     figures = ", ".join(basis_of(diagnosis.evidence))
@@ -86,7 +86,7 @@ def _open_words(diagnosis: Diagnosis) -> str:
     """Return why there is no verdict, and what would give one."""
     unread = [part for reading in diagnosis.evidence.readings for part in reading.unread]
     if unread:
-        parts = "; ".join(f'"{part[:MAX_PART]}"' for part in unread[:MAX_PARTS])
+        parts = "; ".join(f'"{printable(part[:MAX_PART])}"' for part in unread[:MAX_PARTS])
         why = f"not understood: {parts}."
     elif diagnosis.causes and diagnosis.causes[0].scored.cause.label != "healthy":
         first = diagnosis.causes[0].scored

@@ -80,7 +80,7 @@ def _add_counts(
     evidence.note("accepted_per_position", counts.accepted_per_position, source)
     evidence.note("drafted_per_position", counts.drafted_per_position, source)
     evidence.note("conditional_acceptance_per_position", counts.conditional_acceptance, source)
-    evidence.note("alpha_1", *_alpha_1_of(totals, source))
+    evidence.note("alpha_1", *_alpha_1_of(totals))
     if is_limit(evidence):
         full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
         evidence.note("full_accept_share", full / counts.num_steps, source)
@@ -102,7 +102,7 @@ ONE_TEXT = 0.2
 """Difference of acceptance that two texts may have; an interval from few is at least as wide."""
 
 
-def _alpha_1_of(totals: TraceTotals, source: str) -> tuple[float, str, Interval]:
+def _alpha_1_of(totals: TraceTotals) -> tuple[float, str, Interval]:
     """Return acceptance at position 1 with its interval between texts, whose steps are alike."""
     places = totals.stretches.by("all")
     first, steps = places.num_first.tolist(), places.num_steps.tolist()
@@ -113,7 +113,7 @@ def _alpha_1_of(totals: TraceTotals, source: str) -> tuple[float, str, Interval]
         found = replace(
             found, low=max(0.0, min(found.low, low)), high=min(1.0, max(found.high, high))
         )
-    return found.estimate, f"{source}: accepted at position 1", found
+    return found.estimate, "accepted at position 1 / drafts, error between texts", found
 
 
 def _add_costs(evidence: Evidence, totals: TraceTotals, source: str) -> None:
