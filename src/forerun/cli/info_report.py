@@ -96,8 +96,8 @@ def list_drafts(run: ModelRun, runner: str) -> Iterator[tuple[str, str]]:
         num_bytes = weights_bytes(
             files.num_parameters, run.architecture, run.geometry.dtype, bits, is_tied=run.is_tied
         )
-        share = num_bytes / run.memory.weights_bytes
-        yield f"self:{bits}", f"{readable(num_bytes)}, reads {share:.0%} of the target's bytes"
+        if (share := num_bytes / run.memory.weights_bytes) < 1.0:
+            yield f"self:{bits}", f"{readable(num_bytes)}, reads {share:.0%} of the target's bytes"
     yield "suffix", "copies from the text, without a model"
 
 

@@ -308,8 +308,8 @@ def _check_probs(proposals: Seq[Proposal]) -> None:
     for excess, smallest, drawn in found:
         if not excess <= MASS_TOLERANCE or smallest < 0:  # NaN is not <= either
             raise DrafterError(
-                "draft_probs are no distributions: NaN, negative or not adding up to 1; draw from "
-                "softmax rows in fp32 and hand in these"
+                "draft_probs are no distributions: NaN (a request may allow no token that the "
+                "draft has), negative or not adding up to 1; draw from softmax rows in fp32"
             )
         if drawn <= 0:
             raise DrafterError("a token has probability 0 in the draft_probs it was drawn from")
