@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from forerun.terminal_text import printable
 if TYPE_CHECKING:
     from forerun.doctor.readers.prometheus import Metrics
     from forerun.doctor.watch import WatchState
-    from forerun.trace.change_points import ChangePoint
+    from forerun.trace.change_points import Incident
 
 HOOK_TIMEOUT_S = 10.0
 MAX_UNSENT = 100
@@ -31,15 +33,18 @@ class WatchFlags:
 
     watch: bool = False
     """Read the page of metrics of SOURCE every --interval-s, and report when acceptance by
-    position, the time per output token or the length of prompts changes, and which causes fit."""
+    position, the time per output token at equal load or the length of prompts changes, and which
+    causes fit."""
     state: Path = Path("forerun-watch.json")
     """File with all that a watch remembers; one that starts again continues from it."""
     metrics_out: Path | None = None
     """Write the watch's state as a Prometheus text file after every reading."""
     hook: str | None = None
-    """Send every change to this address, as a POST of JSON."""
+    """Send every alarm, and its end, to this address, as a POST of JSON with an id."""
+    hook_header_env: str | None = None
+    """Environment variable with a header for the hook, such as "Authorization: Bearer KEY"."""
     once: bool = False
-    """Read once and end: exit code 3 if this reading showed a change."""
+    """Read once and end: exit code 3 if this reading raised an alarm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +62,29 @@ class Watch:
         Range("--interval-s", 0, 3600, above_low=True).check(self.interval_s)
         if self.flags.hook is not None and not is_url(self.flags.hook):
             raise InvalidRequest("--hook must be an address that begins with http:// or https://")
+        if self.flags.hook is None and self.flags.hook_header_env is not None:
+            raise InvalidRequest("--hook-header-env needs --hook")
+        self.hook_headers()
         if self.key_variable is not None and not is_url(self.source):
             raise InvalidRequest("--api-key-env is for a server; a file needs no key")
         check_writable("--state", self.flags.state)
         check_writable("--metrics-out", self.flags.metrics_out)
+
+    def hook_headers(self) -> dict[str, str]:
+        """Return the header of the environment variable that is named; no message quotes it."""
+        variable = self.flags.hook_header_env
+        if variable is None:
+            return {}
+        name, colon, value = os.environ.get(variable, "").partition(":")
+        is_sendable = value.strip().isascii() and value.strip().isprintable()
+        if not (
+            colon and value.strip() and is_sendable and re.fullmatch(r"[\w-]+", name, re.ASCII)
+        ):
+            raise InvalidRequest(
+                f"--hook-header-env: the environment variable {variable!r} must hold a header, "
+                "such as Authorization: Bearer KEY"
+            )
+        return {name: value.strip()}
 
     @property
     def name(self) -> str:
@@ -80,7 +104,8 @@ def watch(options: Watch) -> int:
             if not found:
                 kept = "first reading, kept in" if is_first else "no change since the readings in"
                 _say(options, f"{kept} {options.flags.state}")
-            return Exit.PROBLEM if found else Exit.GOOD
+            is_alarm = any(each.kind == "alarm" and each.resolved_s is None for each in found)
+            return Exit.PROBLEM if is_alarm else Exit.GOOD
         time.sleep(options.interval_s)
 
 
@@ -112,10 +137,10 @@ def load_state(options: Watch) -> WatchState:
     return state
 
 
-def _read_once(options: Watch, state: WatchState) -> list[ChangePoint]:
-    from forerun.doctor.watch import observe
+def _read_once(options: Watch, state: WatchState) -> list[Incident]:
+    from forerun.doctor.watch import message_of, observe
 
-    found: list[ChangePoint] = []
+    found: list[Incident] = []
     is_first = state.last is None
     try:
         found = observe(state, _read_metrics(options), time.time())
@@ -125,10 +150,11 @@ def _read_once(options: Watch, state: WatchState) -> list[ChangePoint]:
         state.num_failed += 1
         if state.num_failed == 1:
             _say(options, f"not read: {error}")
-    for change in found:
-        _report(options, change)
+    for incident in found:
+        _report(options, incident)
     if options.flags.hook is not None:
-        state.unsent = [*state.unsent, *found][-MAX_UNSENT:]
+        alarms = [message_of(options.name, each) for each in found if each.kind == "alarm"]
+        state.unsent = [*state.unsent, *alarms][-MAX_UNSENT:]
     _save(options, state)
     if state.unsent:
         _send(options, state)
@@ -163,15 +189,17 @@ def _read_metrics(options: Watch) -> Metrics:
     return read_page(text).metrics
 
 
-def _report(options: Watch, change: ChangePoint) -> None:
-    from msgspec.structs import asdict
+def _report(options: Watch, incident: Incident) -> None:
+    from forerun.doctor.watch import message_of
 
     if options.json:
-        print(json.dumps({"source": options.name} | asdict(change)), flush=True)
+        print(json.dumps(message_of(options.name, incident)), flush=True)
         return
-    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.started_s))
-    causes = f"; likely: {', '.join(change.causes)}" if change.causes else ""
-    _say(options, f"{change.words} since {started}{causes}")
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.started_s))
+    causes = f"; likely: {', '.join(incident.causes)}" if incident.causes else ""
+    mark = "better, no alarm: " if incident.kind == "note" else ""
+    since = "" if incident.resolved_s else f" since {started}{causes}"
+    _say(options, f"{mark}{incident.words}{since}")
 
 
 def _say(options: Watch, text: str) -> None:
@@ -180,16 +208,14 @@ def _say(options: Watch, text: str) -> None:
 
 
 def _send(options: Watch, state: WatchState) -> None:
-    """Send change points in order; those that are refused are tried again at the next reading."""
-    from msgspec.structs import asdict
-
+    """Send messages in order; those that are refused are tried again at the next reading."""
     from forerun.client.door import post_once
 
+    headers = options.hook_headers()
     while state.unsent:
-        content = {"source": options.name} | asdict(state.unsent[0])
         try:
-            post_once(str(options.flags.hook), content, HOOK_TIMEOUT_S)
+            post_once(str(options.flags.hook), state.unsent[0], HOOK_TIMEOUT_S, headers)
         except ForerunError as error:
-            _say(options, f"the hook did not take a change: {error}; it is sent again")
+            _say(options, f"the hook did not take a message: {error}; it is sent again")
             return
         state.unsent = state.unsent[1:]
