@@ -146,43 +146,42 @@ def watch(
 def count_healthy(days: int, seed: int, **settings: float) -> dict[str, object]:
     """Count what is reported of so many days without a change."""
     state, traffic = WatchState(source="s"), Traffic(np.random.default_rng(seed), 0.0)
-    found = list(watch(state, traffic, Server(**settings), days * DAY_S))
-    kinds = Counter("resolved" if each.resolved_s else each.kind for each in found)
-    requests = traffic.totals["vllm:request_prompt_tokens_count"]
+    list(watch(state, traffic, Server(**settings), days * DAY_S))
+    found = state.watcher.incidents
+    kinds = Counter(each.kind for each in found)
     return {
         "days": days,
-        "requests": requests,
-        **{k: kinds[k] for k in ("alarm", "note", "possible")},
+        "requests": traffic.totals["vllm:request_prompt_tokens_count"],
+        **{kind: kinds[kind] for kind in ("alarm", "note", "possible")},
         "what": [each.words for each in found][:10],
     }
 
 
 def plant(name: str, times: int, seed: int) -> dict[str, object]:
     """Change a server after 1 to 2 days for six hours, and watch it for six more."""
-    alarms, delays, others, resolved, notes = [], [], 0, 0, []
+    alarms, notes, delays, early, resolved = Counter(), Counter(), [], 0, 0
     for number in range(times):
         rng = np.random.default_rng(seed + number)
         traffic, state = Traffic(rng, rng.uniform(0, DAY_S)), WatchState(source="s")
-        before = list(watch(state, traffic, Server(), DAY_S * rng.uniform(1, 2)))
+        list(watch(state, traffic, Server(), DAY_S * rng.uniform(1, 2)))
         began_s = traffic.at_s
-        during = list(watch(state, traffic, PLANTED[name], DAY_S / 4))
-        after = list(watch(state, traffic, Server(), DAY_S / 4))
-        found = [each for each in during if each.kind == "alarm" and not each.resolved_s]
-        alarms.append(
-            len([e for e in (*during, *after) if e.kind == "alarm" and e not in found]) + len(found)
-        )
-        delays += [each.noticed_s - began_s for each in found[:1]]
-        others += sum(each.kind != "possible" for each in before)
-        resolved += sum(each.kind == "alarm" for each in after if each.resolved_s)
-        notes.append(sum(each.kind == "note" for each in (*during, *after)))
+        early += len(state.watcher.incidents)
+        list(watch(state, traffic, PLANTED[name], DAY_S / 4))
+        list(watch(state, traffic, Server(), DAY_S / 4))
+        found = [each for each in state.watcher.incidents if each.noticed_s > began_s]
+        raised = [each for each in found if each.kind == "alarm"]
+        alarms[len(raised)] += 1
+        notes[sum(each.kind == "note" for each in found)] += 1
+        delays += [each.noticed_s - began_s for each in raised[:1]]
+        resolved += bool(raised) and raised[0].resolved_s is not None
     return {
         "times": times,
-        "alarms": dict(Counter(alarms)),
-        "notes": dict(Counter(notes)),
+        "alarms": dict(alarms),
+        "notes": dict(notes),
         "median_delay_s": float(np.median(delays)) if delays else None,
         "p95_delay_s": float(np.quantile(delays, 0.95)) if delays else None,
         "resolved": resolved,
-        "before_the_change": others,
+        "before_the_change": early,
     }
 
 

@@ -41,7 +41,7 @@ MIN_DRAFTS = 500
 MAX_WATCHED = 8
 """Positions whose acceptance is watched."""
 WINDOW_S = 1800.0
-"""Seconds after an incident in which further changes belong to it, on half of the evidence."""
+"""Seconds after an incident until which changes that begin belong to it, on half of the evidence."""
 MAX_INCIDENTS = 100
 Kind = Literal["alarm", "note", "possible"]
 _POSITION = "acceptance at position "
@@ -81,6 +81,11 @@ class ChangePoint(Struct, frozen=True, kw_only=True):
     before: float
     now: float
     is_worse: bool
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of incident that the change makes."""
+        return "alarm" if self.is_worse else "note"
 
     @property
     def words(self) -> str:
@@ -230,7 +235,8 @@ class Cusum(Struct, kw_only=True):
         self.over += sample.over
         self.under += sample.under
         self.loads += sample.under * (sample.load or 0.0)
-        if self.under < sample.min_size:
+        # Small batches at night vary more than those by day: all are to be of about one size.
+        if self.under < max(sample.min_size, self.level.size / 2):
             return False
         over, under, load = self.over, self.under, self.loads / self.under
         self.over = self.under = self.loads = 0.0
@@ -278,8 +284,8 @@ class Cusum(Struct, kw_only=True):
             self.total += under * value
             self.expected += under * expected
             self.weight += under
-        if self.excess < _ALARM / 2:
-            # The first batch after a change must not pass for spread.
+        if self.excess < (_ALARM / 2 if self.level.num >= _LEARNED else _ALARM / 4):
+            # The first batches after a change must not pass for spread.
             most = _LEARNED_MOST * self.level.spread
             difference = value - self.level.mean
             self.level.learn(self.level.mean + min(most, max(-most, difference)), under)
@@ -362,29 +368,25 @@ class Watcher(Struct, kw_only=True):
         return [*self._begin(at_s, returned), *self._resolve(returned, at_s)]
 
     def _begin(self, at_s: float, returned: list[str]) -> list[Incident]:
-        alarm = self._find_current("alarm", at_s)
-        limit = 0.5 if alarm or any(each.evidence > 1.0 for each in self.series.values()) else 1.0
-        changes = []
+        is_new = any(each.evidence > 1.0 for each in self.series.values())
+        begun: list[Incident] = []
         for name, cusum in self.series.items():
-            if cusum.evidence > limit:
-                change = cusum.describe(name, at_s)
-                if cusum.accept():
-                    changes.append(change)
-                else:
-                    returned.append(name)
-        if not changes:
-            return self._tell_possible(at_s)
-        is_alarm = any(change.is_worse for change in changes)
-        current = alarm or (None if is_alarm else self._find_current("note", at_s))
-        if current is None:
-            return self._open("alarm" if is_alarm else "note", changes, at_s)
-        current.changes += changes
-        return []
+            alarm = self._find_current("alarm", cusum.started_s or at_s)
+            if cusum.evidence <= (0.5 if alarm or is_new else 1.0):
+                continue
+            change = cusum.describe(name, at_s)
+            if not cusum.accept():
+                returned.append(name)
+            elif current := alarm or self._find_current(change.kind, change.started_s):
+                current.changes.append(change)
+            else:
+                begun += self._open(change.kind, [change], at_s)
+        return begun or self._tell_possible(at_s)
 
-    def _find_current(self, kind: Kind, at_s: float) -> Incident | None:
-        """Return the incident that further changes belong to."""
+    def _find_current(self, kind: Kind, started_s: float) -> Incident | None:
+        """Return the incident that a change which began at this time belongs to."""
         for incident in reversed(self.incidents):
-            if incident.kind == kind and at_s <= incident.noticed_s + WINDOW_S:
+            if incident.kind == kind and started_s <= incident.noticed_s + WINDOW_S:
                 return incident
         return None
 
