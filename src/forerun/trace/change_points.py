@@ -36,6 +36,8 @@ _RETURNED = 8
 """Batches nearer to the usual level, less those nearer to the new one, after which it is usual."""
 _LOAD_BIN = 0.2
 """Difference of the logarithms of loads at which times are learned apart."""
+_KNOWN = 20
+"""Batches from which the time at a load is known."""
 MIN_DRAFTS = 500
 """Drafts of a batch, from which acceptance is judged."""
 MAX_WATCHED = 8
@@ -180,7 +182,7 @@ class LoadCurve(Struct):
         Both are one between learned loads that are close. A time grows with the load, but at most
         in proportion.
         """
-        known = sorted(point[1:] for point in self.points.values() if point[0] >= _EARLY)
+        known = sorted(point[1:] for point in self.points.values() if point[0] >= _KNOWN)
         if not known:
             return None
         x = math.log(load)

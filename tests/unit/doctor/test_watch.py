@@ -201,7 +201,7 @@ def test_times_alone_raise_no_alarm():
 
 def test_a_load_never_seen_before_is_slower_at_most_in_proportion():
     curve = LoadCurve()
-    for _ in range(10):
+    for _ in range(20):
         curve.learn(4.0, math.log(0.02))
         curve.learn(8.0, math.log(0.03))
     for load, low, high in ((4, 0.02, 0.02), (16, 0.03, 0.06), (2, 0.01, 0.02)):
