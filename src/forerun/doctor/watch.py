@@ -30,6 +30,8 @@ _PROMPTS = (
     ("sglang:prompt_tokens", "sglang:num_requests", MIN_REQUESTS),
 )
 _LOADS = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
+_LOAD_RATE = 0.3
+"""Share of the latest reading in the mean of a gauge."""
 _GAUGE = "sglang:spec_accept_length"
 _GAUGE_POLLS = 6.0
 TIME_PER_TOKEN = "time per output token (s)"
@@ -46,6 +48,7 @@ class WatchState(Struct, kw_only=True, forbid_unknown_fields=True):
         recent: counts since the first deviation of a figure.
         unsent: messages that the web hook has not accepted yet.
         num_failed: readings in a row that failed.
+        load: mean of the latest readings of the gauge of running requests.
     """
 
     source: str
@@ -55,6 +58,7 @@ class WatchState(Struct, kw_only=True, forbid_unknown_fields=True):
     watcher: Watcher = msgspec.field(default_factory=Watcher)
     unsent: list[dict[str, Any]] = []
     num_failed: int = 0
+    load: float | None = None
 
 
 def observe(state: WatchState, metrics: Metrics, at_s: float) -> list[Incident]:
@@ -65,7 +69,10 @@ def observe(state: WatchState, metrics: Metrics, at_s: float) -> list[Incident]:
     if last is None:
         return []
     grown = metrics.since(last)
-    samples = [*_sample_acceptance(grown), *_sample_figures(grown, load_between(last, metrics))]
+    samples = [
+        *_sample_acceptance(grown),
+        *_sample_figures(grown, estimate_load(state, last, metrics)),
+    ]
     found = state.watcher.add(samples, at_s)
     state.recent.include(grown)
     for incident in found:
@@ -79,8 +86,11 @@ def observe(state: WatchState, metrics: Metrics, at_s: float) -> list[Incident]:
     return found
 
 
-def load_between(last: Metrics, now: Metrics) -> float | None:
-    """Return the mean number of running requests between two readings; None if it is not known."""
+def estimate_load(state: WatchState, last: Metrics, now: Metrics) -> float | None:
+    """Return the number of running requests before a reading; None if it is not known.
+
+    A gauge is of one moment: the mean of the latest readings tells better what requests met.
+    """
     steps, cycles = (
         now.totals.get(name, 0.0) - last.totals.get(name, 0.0)
         for name in ("forerun:sequence_steps", "forerun:cycles")
@@ -89,7 +99,9 @@ def load_between(last: Metrics, now: Metrics) -> float | None:
         return steps / cycles
     for name in _LOADS:
         if name in now.totals:
-            return max(1.0, (now.totals[name] + last.totals.get(name, now.totals[name])) / 2.0)
+            before = now.totals[name] if state.load is None else state.load
+            state.load = before + _LOAD_RATE * (now.totals[name] - before)
+            return max(1.0, state.load)
     return None
 
 

@@ -43,7 +43,7 @@ MIN_DRAFTS = 500
 MAX_WATCHED = 8
 """Positions whose acceptance is watched."""
 WINDOW_S = 1800.0
-"""Seconds after an incident until which changes that begin belong to it, on half of the evidence."""
+"""Seconds after an incident: changes that begin before belong to it, on half of the evidence."""
 MAX_INCIDENTS = 100
 Kind = Literal["alarm", "note", "possible"]
 _POSITION = "acceptance at position "
