@@ -158,12 +158,12 @@ def count_healthy(days: int, seed: int, **settings: float) -> dict[str, object]:
 
 
 def plant(name: str, times: int, seed: int) -> dict[str, object]:
-    """Change a server after 1 to 2 days for six hours, and watch it for six more."""
+    """Change a server after half a day to a day for six hours, and watch it for six more."""
     alarms, notes, delays, early, resolved = Counter(), Counter(), [], 0, 0
     for number in range(times):
         rng = np.random.default_rng(seed + number)
         traffic, state = Traffic(rng, rng.uniform(0, DAY_S)), WatchState(source="s")
-        list(watch(state, traffic, Server(), DAY_S * rng.uniform(1, 2)))
+        list(watch(state, traffic, Server(), DAY_S * rng.uniform(0.5, 1)))
         began_s = traffic.at_s
         early += len(state.watcher.incidents)
         list(watch(state, traffic, PLANTED[name], DAY_S / 4))
@@ -216,8 +216,8 @@ def main() -> None:
     """Healthy days first, then changes, then short histories."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--days", type=int, default=100)
-    parser.add_argument("--changes", type=int, default=20, help="of every kind")
-    parser.add_argument("--starts", type=int, default=200, help="short histories")
+    parser.add_argument("--changes", type=int, default=12, help="of every kind")
+    parser.add_argument("--starts", type=int, default=100, help="short histories")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -229,7 +229,7 @@ def main() -> None:
         "waves of load, requests alike": {"spread": 0.05},
         "waves of load, requests that differ much": {"spread": 0.2},
     }.items():
-        days = options.days // (4 if "spread" in settings else 1)
+        days = options.days // (5 if settings else 1)
         report(summary, name, count_healthy(days, options.seed, **settings))
     for name in PLANTED:
         report(summary, name, plant(name, options.changes, options.seed + 1000))
