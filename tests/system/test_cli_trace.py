@@ -54,8 +54,8 @@ def test_generate_writes_what_summarize_reads(generate, path, tmp_path, capsys):
     hashes = {step.num_drafted > 0: step.drafter_hash for step in found}
     assert hashes == {False: None, True: header.draft_hash}
     assert request.num_output_tokens == 24
-    assert main(["explain", str(path), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)["facts"]
+    assert main(["diagnose", str(path), "--json"]) in (0, 3, 4)
+    facts = json.loads(capsys.readouterr().out)["evidence"]
     figures = answer["figures"]
     assert facts["num_output_tokens"]["value"] == 24
     assert facts["acceptance_length"]["value"] == figures["acceptance_length"]

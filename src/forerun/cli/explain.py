@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from forerun.doctor.evidence import Evidence
-    from forerun.doctor.explain import Decode, Question
+    from forerun.doctor.explain import Decode, QuizQuestion
     from forerun.doctor.readers.trace_totals import TraceTotals
 
 _MOST_STEPS = 3
@@ -39,45 +38,30 @@ class ExplainOptions:
     that drafted."""
     quiz: bool = False
     """Ask a question on each section before it is shown, mark the answer and explain it."""
-    json: bool = False
-    """Print the figures of the whole trace as one JSON object."""
 
 
 def run(options: ExplainOptions) -> int:
     """Print what a trace teaches, or the explanation of one request."""
-    if options.json and (options.quiz or options.request or options.step is not None):
-        raise InvalidRequest("--json is for the figures of a whole trace")
     if options.quiz and options.step is not None:
         raise InvalidRequest("--quiz is on a trace or a request, not on one --step")
     if (options.request is not None or options.step is not None) and not options.quiz:
         return _explain(options)
 
-    from forerun.doctor.diagnosis import derive
-    from forerun.doctor.readers.trace import evidence_of
-    from forerun.doctor.readers.trace_totals import read_totals
-
-    totals = read_totals(options.file)
-    evidence = derive(evidence_of(totals, options.file.name))
-    if options.json:
-        facts = {fact.name: fact.to_dict() for fact in evidence}
-        sources = [reading.to_dict() for reading in evidence.readings]
-        print(json.dumps({"facts": facts, "series": evidence.series, "sources": sources}))
-        return 0
     if not options.quiz:
-        _print_summary(totals, evidence)
+        _print_summary(options.file)
     _teach(options)
     return 0
 
 
 def _teach(options: ExplainOptions) -> None:
     """Print the sections of a trace, each after its question where a quiz is asked for."""
-    from forerun.doctor.explain import measure_steps, write_sections
+    from forerun.doctor.explain import measure_steps, write_lessons
     from forerun.trace.files import read_trace
 
     console = SafeConsole(soft_wrap=True)
     num_asked = num_right = 0
     for number, section in enumerate(
-        write_sections(measure_steps(read_trace(options.file), options.request)), start=1
+        write_lessons(measure_steps(read_trace(options.file), options.request)), start=1
     ):
         if options.quiz and section.question is not None:
             answer = _ask(section.question, num_asked + 1)
@@ -96,7 +80,7 @@ def _teach(options: ExplainOptions) -> None:
         console.print(f"\n{num_right} of {num_asked} answers were right.", markup=False)
 
 
-def _ask(question: Question, number: int) -> int | None:
+def _ask(question: QuizQuestion, number: int) -> int | None:
     """Ask until one of the letters is given; None at the end of the input."""
     print(f"\nQuestion {number}. {question.text}")
     letters = "abcdefgh"[: len(question.options)]
@@ -150,7 +134,13 @@ def _load_decoder(options: ExplainOptions) -> Decode | None:
         return None
 
 
-def _print_summary(totals: TraceTotals, evidence: Evidence) -> None:
+def _print_summary(file: Path) -> None:
+    from forerun.doctor.diagnosis import derive
+    from forerun.doctor.readers.trace import evidence_of
+    from forerun.doctor.readers.trace_totals import read_totals
+
+    totals = read_totals(file)
+    evidence = derive(evidence_of(totals, file.name))
     console = SafeConsole()
     for header in totals.headers:
         draft = f", draft {header.draft}" if header.draft else ""
@@ -216,7 +206,6 @@ COMMAND = Command(
         "forerun explain trace.jsonl",
         "forerun explain trace.jsonl --quiz",
         "forerun explain trace.jsonl --request request-3 --step 7",
-        "forerun explain trace.jsonl --json | jq .facts.acceptance_length.value",
         'forerun generate "def f(" --temperature 1 --trace t.jsonl --trace-probabilities && '
         "forerun explain t.jsonl --step 2",
     ),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from forerun.doctor.watch import WatchState
     from forerun.trace.change_points import Incident
 
+HOOK_HEADER = "FORERUN_HOOK_HEADER"
 HOOK_TIMEOUT_S = 10.0
 MAX_UNSENT = 100
 
@@ -40,9 +41,8 @@ class WatchFlags:
     metrics_out: Path | None = None
     """Write the watch's state as a Prometheus text file after every reading."""
     hook: str | None = None
-    """Send every alarm, and its end, to this address, as a POST of JSON with an id."""
-    hook_header_env: str | None = None
-    """Environment variable with a header for the hook, such as "Authorization: Bearer KEY"."""
+    """Send every alarm, and its end, to this address, as a POST of JSON with an id. The environment
+    variable FORERUN_HOOK_HEADER may hold a header, such as "Authorization: Bearer KEY"."""
     once: bool = False
     """Read once and end: exit code 3 if this reading raised an alarm."""
 
@@ -62,34 +62,30 @@ class Watch:
         Range("--interval-s", 0, 3600, above_low=True).check(self.interval_s)
         if self.flags.hook is not None and not is_url(self.flags.hook):
             raise InvalidRequest("--hook must be an address that begins with http:// or https://")
-        if self.flags.hook is None and self.flags.hook_header_env is not None:
-            raise InvalidRequest("--hook-header-env needs --hook")
-        self.hook_headers()
+        if self.flags.hook is not None:
+            hook_headers()
         if self.key_variable is not None and not is_url(self.source):
             raise InvalidRequest("--api-key-env is for a server; a file needs no key")
         check_writable("--state", self.flags.state)
         check_writable("--metrics-out", self.flags.metrics_out)
 
-    def hook_headers(self) -> dict[str, str]:
-        """Return the header of the environment variable that is named; no message quotes it."""
-        variable = self.flags.hook_header_env
-        if variable is None:
-            return {}
-        name, colon, value = os.environ.get(variable, "").partition(":")
-        is_sendable = value.strip().isascii() and value.strip().isprintable()
-        if not (
-            colon and value.strip() and is_sendable and re.fullmatch(r"[\w-]+", name, re.ASCII)
-        ):
-            raise InvalidRequest(
-                f"--hook-header-env: the environment variable {variable!r} must hold a header, "
-                "such as Authorization: Bearer KEY"
-            )
-        return {name: value.strip()}
-
     @property
     def name(self) -> str:
         """The source in messages, in the state and for the hook, without secrets of a URL."""
         return shown_source(self.source)
+
+
+def hook_headers() -> dict[str, str]:
+    """Return the header of the environment variable for hooks; no message quotes it."""
+    text = os.environ.get(HOOK_HEADER, "")
+    name, colon, value = (part.strip() for part in text.partition(":"))
+    is_sendable = colon and value.isascii() and value.isprintable()
+    if text and not (is_sendable and re.fullmatch(r"[\w-]+", name, re.ASCII)):
+        raise InvalidRequest(
+            f"the environment variable {HOOK_HEADER} must hold a header, such as "
+            "Authorization: Bearer KEY"
+        )
+    return {name: value} if text else {}
 
 
 def watch(options: Watch) -> int:
@@ -211,7 +207,7 @@ def _send(options: Watch, state: WatchState) -> None:
     """Send messages in order; those that are refused are tried again at the next reading."""
     from forerun.client.door import post_once
 
-    headers = options.hook_headers()
+    headers = hook_headers()
     while state.unsent:
         try:
             post_once(str(options.flags.hook), state.unsent[0], HOOK_TIMEOUT_S, headers)

@@ -38,7 +38,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class QuizQuestion:
     """A question on a section, whose answer its lines give; the figures are those of the trace."""
 
     text: str
@@ -52,12 +52,12 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class Lesson:
     """What a trace teaches on one subject, in lines for a terminal."""
 
     heading: str
     lines: tuple[str, ...]
-    question: Question | None = None
+    question: QuizQuestion | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,7 +155,7 @@ def measure_steps(items: Iterable[Item], request_id: str | None = None) -> Measu
     return found
 
 
-def write_sections(found: Measured) -> Iterator[Section]:
+def write_lessons(found: Measured) -> Iterator[Lesson]:
     """Yield what the steps teach; a section whose figures are not in the trace is left out."""
     if not found.num_cycles:
         return
@@ -172,7 +172,7 @@ def write_sections(found: Measured) -> Iterator[Section]:
     yield _explain_calibration(found)
 
 
-def _explain_passes(found: Measured) -> Section:
+def _explain_passes(found: Measured) -> Lesson:
     rows, times = found.curve()
     one, most = found.batch, rows[-1]
     one_s, most_s = found.pass_s(one)[0], times[-1]
@@ -191,7 +191,7 @@ def _explain_passes(found: Measured) -> Section:
     if ratio > (1.0 + most / one) / 2:
         lines.append("Here rows are not free: the arithmetic, or a cache, limits this target.")
     wrong = most / one, (ratio + most / one) / 2
-    return Section(
+    return Lesson(
         heading="Why one pass checks several tokens",
         lines=tuple(lines),
         question=_ask(
@@ -202,7 +202,7 @@ def _explain_passes(found: Measured) -> Section:
     )
 
 
-def _explain_positions(found: Measured) -> Section:
+def _explain_positions(found: Measured) -> Lesson:
     counts = found.counts
     tau = counts.acceptance_length or 1.0
     lines = [f"{'position':>8} {'reached':>8} {'kept':>6} {'of all':>7}"]
@@ -224,7 +224,7 @@ def _explain_positions(found: Measured) -> Section:
         f"draft {found.depths[cliff - 1]:.0%} of the steps, or fewer, gain, and all pay for it.",
     ]
     product = list(accumulate(counts.conditional_acceptance, mul))[len(found.depths) - 1]
-    return Section(
+    return Lesson(
         heading="How far drafts are kept",
         lines=tuple(lines),
         question=_ask(
@@ -238,7 +238,7 @@ def _explain_positions(found: Measured) -> Section:
     )
 
 
-def _explain_rejections(found: Measured) -> Section:
+def _explain_rejections(found: Measured) -> Lesson:
     k, batch = len(found.depths), found.batch
     step_s, plain_s = found.seconds(k, batch)[0], found.seconds(0, batch)[0]
     kappa, steps = step_s / plain_s, found.counts.num_steps
@@ -255,7 +255,7 @@ def _explain_rejections(found: Measured) -> Section:
         "Speedup is tau / kappa: below a tau of "
         f"{kappa:.2f} speculation slows this server down.",
     ]
-    return Section(
+    return Lesson(
         heading="What a draft that is not kept costs",
         lines=tuple(lines),
         question=_ask(
@@ -272,7 +272,7 @@ def _per_token(found: Measured, k: int) -> tuple[float, float, float]:
     return tokens, step_s, step_s / tokens
 
 
-def _explain_alternatives(found: Measured, table: dict[int, tuple[float, float, float]]) -> Section:
+def _explain_alternatives(found: Measured, table: dict[int, tuple[float, float, float]]) -> Lesson:
     best = min(table, key=lambda k: table[k][2])
     exact = min((depth for depth, _ in found.counts.steps), default=0)
     how = "" if exact >= len(found.depths) else f" up to K = {exact}, estimated beyond"
@@ -302,7 +302,7 @@ def _explain_alternatives(found: Measured, table: dict[int, tuple[float, float, 
         f"  kept half as often at every position: {worse * plain_s / step_s:.2f}",
     ]
     others = [n for n in (len(found.depths), 1, 0, 2) if n != best]
-    return Section(
+    return Lesson(
         heading="What would have happened otherwise",
         lines=tuple(lines),
         question=_ask(
@@ -313,7 +313,7 @@ def _explain_alternatives(found: Measured, table: dict[int, tuple[float, float, 
     )
 
 
-def _explain_calibration(found: Measured) -> Section:
+def _explain_calibration(found: Measured) -> Lesson:
     other = measure_steps(read_trace(LENIENT))
     lines = [f"{'':>22} {'accepted':>9} {'expected':>9} {'tau':>6} {'z':>6}"]
     for name, each in (("this trace", found), ("a lenient verifier", other)):
@@ -331,7 +331,7 @@ def _explain_calibration(found: Measured) -> Section:
     ]
     kept, wrong = other.counts.num_accepted, other.expected
     mine = f"{found.counts.num_accepted} accepted, {found.expected:.0f} expected"
-    return Section(
+    return Lesson(
         heading="Whether the text is still the target's",
         lines=tuple(lines),
         question=_ask(
@@ -342,12 +342,12 @@ def _explain_calibration(found: Measured) -> Section:
     )
 
 
-def _ask(text: str, right: str, wrong: Sequence[str]) -> Question | None:
+def _ask(text: str, right: str, wrong: Sequence[str]) -> QuizQuestion | None:
     """Return a question, its options in the order of their texts; None if two are the same."""
     options = sorted({right, *wrong}, key=lambda option: (len(option), option))
     if len(options) <= len(wrong):
         return None
-    return Question(text=text, options=tuple(options), answer=options.index(right))
+    return QuizQuestion(text=text, options=tuple(options), answer=options.index(right))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from forerun.doctor.diagnosis import as_reference, diagnose
 from forerun.doctor.evidence import Evidence, Reading, merge
 from forerun.doctor.readers.prometheus import POSITIONS, Metrics, metrics_of
 from forerun.errors import InvalidRequest
-from forerun.trace.change_points import Incident, Sample, Watcher, sample_positions
+from forerun.trace.change_points import Growth, Incident, Watcher, sample_positions
 
 MAX_CAUSES = 3
 MIN_REQUESTS = 20.0
@@ -105,7 +105,7 @@ def estimate_load(state: WatchState, last: Metrics, now: Metrics) -> float | Non
     return None
 
 
-def _sample_acceptance(grown: Metrics) -> list[Sample]:
+def _sample_acceptance(grown: Metrics) -> list[Growth]:
     tally = metrics_of(grown)
     if drafts := tally.counts.get("num_drafts"):
         known = [name for name in grown.positions if POSITIONS.get(name) == "drafted"]
@@ -115,17 +115,17 @@ def _sample_acceptance(grown: Metrics) -> list[Sample]:
     length = grown.totals.get(_GAUGE, 0.0)  # SGLang counts no positions
     if length <= 0.0:
         return []
-    return [Sample("acceptance length", length, 1.0, _GAUGE_POLLS, is_log=True)]
+    return [Growth("acceptance length", length, 1.0, _GAUGE_POLLS, is_log=True)]
 
 
-def _sample_figures(grown: Metrics, load: float | None) -> Iterator[Sample]:
+def _sample_figures(grown: Metrics, load: float | None) -> Iterator[Growth]:
     for name, pairs, worse in ((TIME_PER_TOKEN, _TIMES, 1), (PROMPT_TOKENS, _PROMPTS, 0)):
         if name == TIME_PER_TOKEN and load is None:
             continue  # a time alone may be that of a larger batch
         for over, under, size in pairs:
             if over in grown.totals and under in grown.totals:
                 counts = grown.totals[over], grown.totals[under]
-                yield Sample(name, *counts, size, worse, is_log=True, load=load if worse else None)
+                yield Growth(name, *counts, size, worse, is_log=True, load=load if worse else None)
                 break
 
 

@@ -49,7 +49,7 @@ Kind = Literal["alarm", "note", "possible"]
 _POSITION = "acceptance at position "
 
 
-class Sample(NamedTuple):
+class Growth(NamedTuple):
     """What the two counters of a figure have grown by since the last reading.
 
     Attributes:
@@ -232,7 +232,7 @@ class Cusum(Struct, kw_only=True):
     weight: float = 0.0
     is_told: bool = False
 
-    def add(self, sample: Sample, at_s: float) -> bool:
+    def add(self, sample: Growth, at_s: float) -> bool:
         """Add counts; returns whether the batch that they fill shows a return to the usual."""
         self.over += sample.over
         self.under += sample.under
@@ -358,7 +358,7 @@ class Watcher(Struct, kw_only=True):
     incidents: list[Incident] = []
     num_alarms: int = 0
 
-    def add(self, samples: Iterable[Sample], at_s: float) -> list[Incident]:
+    def add(self, samples: Iterable[Growth], at_s: float) -> list[Incident]:
         """Add what was counted until a time; returns incidents that began or were resolved."""
         returned = []
         for sample in samples:
@@ -422,10 +422,10 @@ class Watcher(Struct, kw_only=True):
         return found
 
 
-def sample_positions(accepted: Iterable[float], drafted: Iterable[float]) -> list[Sample]:
+def sample_positions(accepted: Iterable[float], drafted: Iterable[float]) -> list[Growth]:
     """Return how many drafts accepted through each position, and how many drafted it."""
     return [
-        Sample(f"{_POSITION}{place}", *counts, MIN_DRAFTS)
+        Growth(f"{_POSITION}{place}", *counts, MIN_DRAFTS)
         for place, counts in zip(
             range(1, MAX_WATCHED + 1), zip(accepted, drafted, strict=False), strict=False
         )

@@ -17,7 +17,7 @@ from forerun.doctor.explain import (
     in_words,
     measure_steps,
     outcomes_of,
-    write_sections,
+    write_lessons,
 )
 from forerun.errors import InvalidTrace
 from forerun.models.checkpoint import ModelFiles
@@ -95,7 +95,7 @@ def measured(steps=STEPS):
 
 
 def sections(found):
-    return {section.heading: section for section in write_sections(found)}
+    return {section.heading: section for section in write_lessons(found)}
 
 
 OTHERWISE = "What would have happened otherwise"
@@ -150,7 +150,6 @@ def test_every_section_asks_what_its_figures_answer():
 def test_the_verifier_that_is_shown_keeps_too_much():
     found = measure_steps(read_trace(LENIENT))
     assert found.counts.num_accepted > found.expected + 4.0 * math.sqrt(found.squares)
-    assert main(["explain", str(LENIENT), "--json"]) == 0
 
 
 def test_what_is_not_in_the_trace_is_left_out():
@@ -262,7 +261,7 @@ def test_the_quiz_marks_answers(tmp_path, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "answer with one of a, b, c" in text
     assert text.count("Question") == 2 and " of 2 answers were right." in text
-    assert main(["explain", str(path), "--quiz", "--json"]) == 2
+    assert main(["explain", str(path), "--quiz", "--step", "2"]) == 2
 
 
 def test_text_in_place_of_ids(tmp_path, capsys):

@@ -24,7 +24,7 @@ from forerun.doctor.watch import (
     watch_text,
 )
 from forerun.errors import InvalidRequest, UnreadableInput
-from forerun.trace.change_points import Cusum, LoadCurve, Sample, sample_positions
+from forerun.trace.change_points import Cusum, Growth, LoadCurve, sample_positions
 
 K = 3
 
@@ -247,9 +247,9 @@ def test_the_spread_between_requests_is_learned():
     for noise, is_evidence in ((0.001, True), (0.1, False)):
         cusum = Cusum()
         for number in range(100):
-            cusum.add(Sample("s", 5 + 10 * noise * (-1) ** number, 10, 10), 0.0)
+            cusum.add(Growth("s", 5 + 10 * noise * (-1) ** number, 10, 10), 0.0)
         for _ in range(20):
-            cusum.add(Sample("s", 5.6, 10, 10), 1.0)
+            cusum.add(Growth("s", 5.6, 10, 10), 1.0)
         assert (cusum.evidence > 1.0) == is_evidence
 
 
@@ -268,7 +268,7 @@ def test_the_state_as_prometheus_text():
 
 
 def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HOOK", "X-Token: of-the-hook")
+    monkeypatch.setenv("FORERUN_HOOK_HEADER", "X-Token: of-the-hook")
     page, state = tmp_path / "page.prom", tmp_path / "state.json"
     out, server, sent = tmp_path / "watch.prom", Server(), []
     refuse = [True]
@@ -289,7 +289,6 @@ def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys, monk
     Thread(target=hook.serve_forever, daemon=True).start()
     arguments = ["diagnose", "--watch", str(page), "--state", str(state), "--once", "--json"]
     arguments += ["--hook", f"http://127.0.0.1:{hook.server_port}", "--metrics-out", str(out)]
-    arguments += ["--hook-header-env", "HOOK"]
 
     def once(acceptance):
         server.serve(acceptance)
@@ -320,14 +319,15 @@ def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys, monk
     [
         (("--interval-s", "0"), "--interval-s is 0.0"),
         (("--hook", "pager"), "--hook must be an address"),
-        (("--hook-header-env", "NONE"), "--hook-header-env needs --hook"),
-        (("--hook", "http://h/", "--hook-header-env", "NONE"), "must hold a header, such as"),
+        (("--hook", "http://h/"), "FORERUN_HOOK_HEADER must hold a header, such as"),
     ],
 )
-def test_unusable_options_are_refused(tmp_path, capsys, flags, message):
+def test_unusable_options_are_refused(tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.setenv("FORERUN_HOOK_HEADER", "s3cr3t")
     state = str(tmp_path / "state.json")
     assert main(["diagnose", "--watch", str(tmp_path / "none"), "--state", state, *flags]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and "s3cr3t" not in error
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"source": 3}', '{"source": "other"}'])
