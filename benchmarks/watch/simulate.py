@@ -119,6 +119,7 @@ class Traffic:
         per_token, prompt = "vllm:request_time_per_output_token_seconds", "request_prompt_tokens"
         self.totals.update(
             {
+                "vllm:generation_tokens": int(tokens.sum()),
                 f"{VLLM}drafts": int(steps.sum()),
                 f"{VLLM}draft_tokens": K * int(steps.sum()),
                 f"{per_token}_sum": each_s.sum(),

@@ -120,7 +120,12 @@ def test_bench_tells_its_arms_apart(tiny_pair, path, tmp_path, capsys):
 def test_the_tables(path, capsys):
     write(
         path,
-        [HEADER, *steps(9), *(plain(cycle_id=i, t_s=float(i)) for i in range(20, 30)), REQUEST],
+        [
+            HEADER,
+            *steps(9),
+            *(plain(cycle_id=i, t_s=float(i), batch_rows=1) for i in range(20, 30)),
+            REQUEST,
+        ],
     )
     assert main(["explain", str(path)]) == 0
     text = " ".join(capsys.readouterr().out.split())

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from forerun.doctor.diagnosis import as_reference, diagnose
 from forerun.doctor.evidence import Evidence, Reading, merge
-from forerun.doctor.readers.prometheus import POSITIONS, Metrics, metrics_of
+from forerun.doctor.readers.prometheus import OUTPUT_TOKENS, POSITIONS, Metrics, metrics_of
 from forerun.errors import InvalidRequest
 from forerun.trace.change_points import Growth, Incident, Watcher, sample_positions
 
@@ -30,8 +30,9 @@ _PROMPTS = (
     ("sglang:prompt_tokens", "sglang:num_requests", MIN_REQUESTS),
 )
 _LOADS = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
-_LOAD_RATE = 0.3
-"""Share of the latest reading in the mean of a gauge."""
+_OWN_LOAD = ("sequence_steps", "cycles")
+_LEAST_LOAD = 0.05
+"""Least mean of running requests: one, for a twentieth of the time."""
 _GAUGE = "sglang:spec_accept_length"
 _GAUGE_POLLS = 6.0
 TIME_PER_TOKEN = "time per output token (s)"
@@ -43,22 +44,21 @@ class WatchState(Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         source: what is watched; a state belongs to one source.
-        last: counters at the latest reading; a counter that is smaller at the next was reset.
+        last: counters at the latest reading, at Unix time `last_s`; a counter that is smaller at the next was reset.
         usual: counts since the watch began or the latest incident, without those of `recent`.
         recent: counts since the first deviation of a figure.
         unsent: messages that the web hook has not accepted yet.
         num_failed: readings in a row that failed.
-        load: mean of the latest readings of the gauge of running requests.
     """
 
     source: str
     last: Metrics | None = None
+    last_s: float = 0.0
     usual: Metrics = msgspec.field(default_factory=Metrics)
     recent: Metrics = msgspec.field(default_factory=Metrics)
     watcher: Watcher = msgspec.field(default_factory=Watcher)
     unsent: list[dict[str, Any]] = []
     num_failed: int = 0
-    load: float | None = None
 
 
 def observe(state: WatchState, metrics: Metrics, at_s: float) -> list[Incident]:
@@ -66,12 +66,14 @@ def observe(state: WatchState, metrics: Metrics, at_s: float) -> list[Incident]:
     if not metrics.totals:  # a server that was just started may have few
         raise InvalidRequest(f"{state.source} holds no metric of an engine that is known")
     last, state.last, state.num_failed = state.last, metrics, 0
+    seconds, state.last_s = at_s - state.last_s, at_s
     if last is None:
         return []
     grown = metrics.since(last)
+    load = estimate_load(last, metrics, grown, seconds)
     samples = [
         *_sample_acceptance(grown),
-        *_sample_figures(grown, estimate_load(state, last, metrics)),
+        *_sample_figures(grown, load),
     ]
     found = state.watcher.add(samples, at_s)
     state.recent.include(grown)
@@ -86,22 +88,23 @@ def observe(state: WatchState, metrics: Metrics, at_s: float) -> list[Incident]:
     return found
 
 
-def estimate_load(state: WatchState, last: Metrics, now: Metrics) -> float | None:
-    """Return the number of running requests before a reading; None if it is not known.
+def estimate_load(last: Metrics, now: Metrics, grown: Metrics, seconds: float) -> float | None:
+    """Return the mean number of running requests between two readings; None if it is not known.
 
-    A gauge is of one moment: the mean of the latest readings tells better what requests met.
+    By Little's law it is the rate of tokens times the time that each takes (1961). A gauge is of
+    two moments only.
     """
-    steps, cycles = (
-        now.totals.get(name, 0.0) - last.totals.get(name, 0.0)
-        for name in ("forerun:sequence_steps", "forerun:cycles")
-    )
+    steps, cycles = (grown.totals.get(f"forerun:{name}", 0.0) for name in _OWN_LOAD)
     if steps >= cycles > 0.0:
         return steps / cycles
+    tokens = sum(grown.totals.get(name, 0.0) for name in OUTPUT_TOKENS)
+    for over, under, _ in _TIMES:
+        if tokens and grown.totals.get(under) and seconds > 0.0:
+            return max(_LEAST_LOAD, tokens / seconds * grown.totals[over] / grown.totals[under])
     for name in _LOADS:
         if name in now.totals:
-            before = now.totals[name] if state.load is None else state.load
-            state.load = before + _LOAD_RATE * (now.totals[name] - before)
-            return max(1.0, state.load)
+            before = last.totals.get(name, now.totals[name])
+            return max(1.0, (now.totals[name] + before) / 2.0)
     return None
 
 
