@@ -30,6 +30,8 @@ _PROMPTS = (
     ("sglang:prompt_tokens", "sglang:num_requests", MIN_REQUESTS),
 )
 _LOADS = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
+_LEAST_SLOWER, _LEAST_LONGER = 0.02, 0.15
+"""Least spread of times and of prompts, whose lengths differ with the hours of the day."""
 _OWN_LOAD = ("sequence_steps", "cycles")
 _LEAST_LOAD = 0.05
 """Least mean of running requests: one, for a twentieth of the time."""
@@ -44,7 +46,8 @@ class WatchState(Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         source: what is watched; a state belongs to one source.
-        last: counters at the latest reading, at Unix time `last_s`; a counter that is smaller at the next was reset.
+        last: counters at the latest reading, at Unix time `last_s`; a counter that is smaller at
+            the next was reset.
         usual: counts since the watch began or the latest incident, without those of `recent`.
         recent: counts since the first deviation of a figure.
         unsent: messages that the web hook has not accepted yet.
@@ -91,8 +94,8 @@ def observe(state: WatchState, metrics: Metrics, at_s: float) -> list[Incident]:
 def estimate_load(last: Metrics, now: Metrics, grown: Metrics, seconds: float) -> float | None:
     """Return the mean number of running requests between two readings; None if it is not known.
 
-    By Little's law it is the rate of tokens times the time that each takes (1961). A gauge is of
-    two moments only.
+    It is the rate of tokens times the time that each takes (Little 1961). A gauge is of two moments
+    only.
     """
     steps, cycles = (grown.totals.get(f"forerun:{name}", 0.0) for name in _OWN_LOAD)
     if steps >= cycles > 0.0:
@@ -122,13 +125,17 @@ def _sample_acceptance(grown: Metrics) -> list[Growth]:
 
 
 def _sample_figures(grown: Metrics, load: float | None) -> Iterator[Growth]:
-    for name, pairs, worse in ((TIME_PER_TOKEN, _TIMES, 1), (PROMPT_TOKENS, _PROMPTS, 0)):
+    for name, pairs, worse, least in (
+        (TIME_PER_TOKEN, _TIMES, 1, _LEAST_SLOWER),
+        (PROMPT_TOKENS, _PROMPTS, 0, _LEAST_LONGER),
+    ):
         if name == TIME_PER_TOKEN and load is None:
             continue  # a time alone may be that of a larger batch
         for over, under, size in pairs:
             if over in grown.totals and under in grown.totals:
                 counts = grown.totals[over], grown.totals[under]
-                yield Growth(name, *counts, size, worse, is_log=True, load=load if worse else None)
+                at = load if worse else None
+                yield Growth(name, *counts, size, worse, is_log=True, load=at, least=least)
                 break
 
 

@@ -57,6 +57,7 @@ class Growth(NamedTuple):
         worse: 1 where a rise is for the worse, -1 where a fall is, 0 where every change matters.
         is_log: whether batches are compared by the logarithm of the ratio.
         load: running requests; None where the figure does not depend on them.
+        least: the least spread that deviations are divided by.
     """
 
     series: str
@@ -66,6 +67,7 @@ class Growth(NamedTuple):
     worse: int = -1
     is_log: bool = False
     load: float | None = None
+    least: float = _LEAST_SPREAD
 
 
 class ChangePoint(Struct, frozen=True, kw_only=True):
@@ -135,6 +137,7 @@ class Incident(Struct, kw_only=True):
 class Level(Struct, kw_only=True):
     """Mean and variance of batches, and their mean size, that follow the last `_MEMORY` ones."""
 
+    least: float = _LEAST_SPREAD
     num: int = 0
     mean: float = 0.0
     variance: float = 0.0
@@ -151,7 +154,7 @@ class Level(Struct, kw_only=True):
     @property
     def spread(self) -> float:
         """The standard deviation between batches, larger where few batches tell it."""
-        return max(math.sqrt(self.variance), _LEAST_SPREAD) * math.sqrt(1.0 + 8.0 / self.num)
+        return max(math.sqrt(self.variance), self.least) * math.sqrt(1.0 + 8.0 / self.num)
 
     def deviation(self, value: float, under: float) -> float:
         """Return by how many spreads a batch deviates."""
@@ -341,7 +344,7 @@ class Cusum(Struct, kw_only=True):
             self.restore()
             return False
         self.usual = self.usual or self.level
-        self.level, self.changed_to = Level(), mean
+        self.level, self.changed_to = Level(least=self.level.least), mean
         self._clear()
         return True
 
@@ -363,7 +366,8 @@ class Watcher(Struct, kw_only=True):
         returned = []
         for sample in samples:
             cusum = self.series.setdefault(
-                sample.series, Cusum(worse=sample.worse, is_log=sample.is_log)
+                sample.series,
+                Cusum(worse=sample.worse, is_log=sample.is_log, level=Level(least=sample.least)),
             )
             if cusum.add(sample, at_s):
                 returned.append(sample.series)

@@ -19,6 +19,7 @@ from forerun.doctor.watch import (
     PROMPT_TOKENS,
     TIME_PER_TOKEN,
     WatchState,
+    estimate_load,
     message_of,
     observe,
     watch_text,
@@ -191,6 +192,20 @@ def test_waves_of_load_are_no_changes_and_a_slower_engine_is():
     ((change,),) = (each.changes for each in found)
     assert change.series == TIME_PER_TOKEN
     assert change.now / change.before == pytest.approx(1.4, abs=0.1)
+
+
+def test_the_load_is_the_rate_of_tokens_times_their_time():
+    names = "vllm:request_time_per_output_token_seconds"
+    pages = [
+        read(f"vllm:generation_tokens_total {n}\n{names}_sum {n / 5000}\n{names}_count {n / 100}\n")
+        for n in (1000, 5000)
+    ]
+    grown = pages[1].since(pages[0])
+    assert estimate_load(*pages, grown, 10.0) == pytest.approx(400 * 0.02)  # tokens/s, s
+    for gauge in ("vllm:num_requests_running 3\n", "vllm:num_requests_running 5\n"):
+        pages = [*pages[1:], read(gauge)]
+    assert estimate_load(*pages, pages[1].since(pages[0]), 10.0) == 4
+    assert estimate_load(pages[0], read("x 1\n"), read("x 1\n"), 10.0) is None
 
 
 def test_times_alone_raise_no_alarm():
