@@ -63,7 +63,7 @@ class Watch:
         if self.flags.hook is not None and not is_url(self.flags.hook):
             raise InvalidRequest("--hook must be an address that begins with http:// or https://")
         if self.flags.hook is not None:
-            hook_headers()
+            read_hook_header()
         if self.key_variable is not None and not is_url(self.source):
             raise InvalidRequest("--api-key-env is for a server; a file needs no key")
         check_writable("--state", self.flags.state)
@@ -75,7 +75,7 @@ class Watch:
         return shown_source(self.source)
 
 
-def hook_headers() -> dict[str, str]:
+def read_hook_header() -> dict[str, str]:
     """Return the header of the environment variable for hooks; no message quotes it."""
     text = os.environ.get(HOOK_HEADER, "")
     name, colon, value = (part.strip() for part in text.partition(":"))
@@ -134,7 +134,7 @@ def load_state(options: Watch) -> WatchState:
 
 
 def _read_once(options: Watch, state: WatchState) -> list[Incident]:
-    from forerun.doctor.watch import message_of, observe
+    from forerun.doctor.watch import observe, write_message
 
     found: list[Incident] = []
     is_first = state.last is None
@@ -149,7 +149,7 @@ def _read_once(options: Watch, state: WatchState) -> list[Incident]:
     for incident in found:
         _report(options, incident)
     if options.flags.hook is not None:
-        alarms = [message_of(options.name, each) for each in found if each.kind == "alarm"]
+        alarms = [write_message(options.name, each) for each in found if each.kind == "alarm"]
         state.unsent = [*state.unsent, *alarms][-MAX_UNSENT:]
     _save(options, state)
     if state.unsent:
@@ -186,10 +186,10 @@ def _read_metrics(options: Watch) -> Metrics:
 
 
 def _report(options: Watch, incident: Incident) -> None:
-    from forerun.doctor.watch import message_of
+    from forerun.doctor.watch import write_message
 
     if options.json:
-        print(json.dumps(message_of(options.name, incident)), flush=True)
+        print(json.dumps(write_message(options.name, incident)), flush=True)
         return
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.started_s))
     causes = f"; likely: {', '.join(incident.causes)}" if incident.causes else ""
@@ -207,7 +207,7 @@ def _send(options: Watch, state: WatchState) -> None:
     """Send messages in order; those that are refused are tried again at the next reading."""
     from forerun.client.door import post_once
 
-    headers = hook_headers()
+    headers = read_hook_header()
     while state.unsent:
         try:
             post_once(str(options.flags.hook), state.unsent[0], HOOK_TIMEOUT_S, headers)

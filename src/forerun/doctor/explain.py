@@ -109,14 +109,14 @@ class Measured:
         """The most frequent number of requests of a cycle that drafted."""
         return max(self.batches, key=lambda size: self.batches[size])
 
-    def curve(self) -> tuple[list[int], tuple[float, ...]]:
+    def fit_curve(self) -> tuple[list[int], tuple[float, ...]]:
         """Return numbers of rows that were measured, and their times, which do not fall."""
         rows = sorted(n for n, times in self.passes.items() if len(times) >= MIN_PASSES)
         return rows, isotonic([median(self.passes[n]) for n in rows])
 
-    def pass_s(self, num_rows: int) -> tuple[float, float]:
+    def estimate_pass(self, num_rows: int) -> tuple[float, float]:
         """Return the least and the most time of a pass: beyond the measured rows they differ."""
-        rows, times = self.curve()
+        rows, times = self.fit_curve()
         place = bisect_left(rows, num_rows)
         if place == len(rows):
             return times[-1], times[-1] * num_rows / rows[-1]
@@ -132,9 +132,9 @@ class Measured:
         steps, drafted = self.counts.num_steps, self.counts.drafted_per_position
         return self.counts.survival[: sum(2 * n >= steps for n in drafted)]
 
-    def seconds(self, k: int, batch: int, draft: float = 1.0) -> tuple[float, float]:
+    def estimate_step(self, k: int, batch: int, draft: float = 1.0) -> tuple[float, float]:
         """Return the least and the most time of a step at K, with a draft of another cost."""
-        least, most = self.pass_s(batch * (k + 1))
+        least, most = self.estimate_pass(batch * (k + 1))
         each_s = draft * self.draft_s / self.depth
         rest_s = k * each_s + self.other_s / self.num_cycles
         return least + rest_s, most + rest_s
@@ -159,23 +159,23 @@ def write_lessons(found: Measured) -> Iterator[Lesson]:
     """Yield what the steps teach; a section whose figures are not in the trace is left out."""
     if not found.num_cycles:
         return
-    rows, _ = found.curve()
+    rows, _ = found.fit_curve()
     # Without plain steps, nothing is known of the cost of a draft.
     has_costs = len(rows) > 1 and rows[0] <= found.batch < rows[-1] and found.has_chains
     if has_costs:
         yield _explain_passes(found)
     yield _explain_positions(found)
     if has_costs:
-        table = {k: _per_token(found, k) for k in range(len(found.depths) + 1)}
+        table = {k: _estimate_token(found, k) for k in range(len(found.depths) + 1)}
         yield _explain_rejections(found)
         yield _explain_alternatives(found, table)
     yield _explain_calibration(found)
 
 
 def _explain_passes(found: Measured) -> Lesson:
-    rows, times = found.curve()
+    rows, times = found.fit_curve()
     one, most = found.batch, rows[-1]
-    one_s, most_s = found.pass_s(one)[0], times[-1]
+    one_s, most_s = found.estimate_pass(one)[0], times[-1]
     lines = [f"{'rows':>6} {'ms':>8} {'of ' + str(one):>6}"]
     for n, seconds in zip(rows, times, strict=True):
         bar = "█" * max(1, round(BAR_WIDTH * seconds / most_s))
@@ -240,7 +240,7 @@ def _explain_positions(found: Measured) -> Lesson:
 
 def _explain_rejections(found: Measured) -> Lesson:
     k, batch = len(found.depths), found.batch
-    step_s, plain_s = found.seconds(k, batch)[0], found.seconds(0, batch)[0]
+    step_s, plain_s = found.estimate_step(k, batch)[0], found.estimate_step(0, batch)[0]
     kappa, steps = step_s / plain_s, found.counts.num_steps
     few = {n: sum(c for (_, a), c in found.counts.steps.items() if a == n) for n in (0, 1)}
     lines = [
@@ -266,9 +266,9 @@ def _explain_rejections(found: Measured) -> Lesson:
     )
 
 
-def _per_token(found: Measured, k: int) -> tuple[float, float, float]:
+def _estimate_token(found: Measured, k: int) -> tuple[float, float, float]:
     """Return tokens per step, and seconds of a step and per token, at another K."""
-    tokens, step_s = 1.0 + sum(found.depths[:k]), found.seconds(k, found.batch)[0]
+    tokens, step_s = 1.0 + sum(found.depths[:k]), found.estimate_step(k, found.batch)[0]
     return tokens, step_s, step_s / tokens
 
 
@@ -282,11 +282,11 @@ def _explain_alternatives(found: Measured, table: dict[int, tuple[float, float, 
         each = f"{_ms(step_s)} per step, {_ms(token_s)} per token"
         lines.append(f"  K = {k}: {tokens:.2f} tokens per step, {each}{mark}")
     k = best or len(found.depths)
-    most = found.curve()[0][-1]
+    most = found.fit_curve()[0][-1]
     lines.append(f"Another batch at K = {k}; passes of up to {most} rows were measured:")
     for batch in BATCHES:
-        tokens, (low, high) = table[k][0], found.seconds(k, batch)
-        plain_low, plain_high = found.seconds(0, batch)
+        tokens, (low, high) = table[k][0], found.estimate_step(k, batch)
+        plain_low, plain_high = found.estimate_step(0, batch)
         ends = sorted({f"{tokens * plain_low / high:.2f}", f"{tokens * plain_high / low:.2f}"})
         rows = f"{_count(batch, 'request')}: {batch * (k + 1)} rows"
         lines.append(f"  {rows}, {' to '.join(ends)} times plain")
@@ -294,7 +294,7 @@ def _explain_alternatives(found: Measured, table: dict[int, tuple[float, float, 
     kept = found.counts.conditional_acceptance[:k]
     better = 1.0 + sum(accumulate((1.0 - (1.0 - share) / 2 for share in kept), mul))
     worse = 1.0 + sum(accumulate((share / 2 for share in kept), mul))
-    half_s = found.seconds(k, found.batch, draft=0.5)[0]
+    half_s = found.estimate_step(k, found.batch, draft=0.5)[0]
     lines += [
         f"Another draft at K = {k}; this one gives {tokens * plain_s / step_s:.2f} times plain:",
         f"  half the cost: {tokens * plain_s / half_s:.2f}",

@@ -159,7 +159,7 @@ def causes_of(incident: Incident, state: WatchState) -> tuple[str, ...]:
     )
 
 
-def message_of(source: str, incident: Incident) -> dict[str, Any]:
+def write_message(source: str, incident: Incident) -> dict[str, Any]:
     """Return an incident for a web hook; the id is the same when it is sent again or resolved."""
     content = msgspec.to_builtins(incident)
     name = f"{source} {incident.kind} {incident.noticed_s}"

@@ -156,7 +156,7 @@ class Level(Struct, kw_only=True):
         """The standard deviation between batches, larger where few batches tell it."""
         return max(math.sqrt(self.variance), self.least) * math.sqrt(1.0 + 8.0 / self.num)
 
-    def deviation(self, value: float, under: float) -> float:
+    def measure_deviation(self, value: float, under: float) -> float:
         """Return by how many spreads a batch deviates."""
         # A batch larger than usual varies less; one that is smaller varies more.
         found = (value - self.mean) / self.spread * min(1.0, math.sqrt(under / self.size))
@@ -179,7 +179,7 @@ class LoadCurve(Struct):
         num = min(num + 1, _MEMORY)
         self.points[place] = num, mean_x + (x - mean_x) / num, mean + (value - mean) / num
 
-    def bounds(self, load: float) -> tuple[float, float] | None:
+    def find_bounds(self, load: float) -> tuple[float, float] | None:
         """Return between which values the logarithm is usual at this load; None if not known.
 
         Both are one between learned loads that are close. A time grows with the load, but at most
@@ -250,7 +250,7 @@ class Cusum(Struct, kw_only=True):
         value = math.log(over / under) if self.is_log else over / under
         expected = 0.0
         if sample.load is not None:
-            bounds = self.curve.bounds(load)
+            bounds = self.curve.find_bounds(load)
             is_first = self.level.num == 0 and self.usual is None
             if self.excess < _ALARM / 2 and (is_first or self.level.num >= _EARLY):
                 self.curve.learn(load, value - self.level.mean)
@@ -278,7 +278,7 @@ class Cusum(Struct, kw_only=True):
         if self.level.num < _EARLY:
             self.level.learn(value, under)
             return
-        deviation = self.level.deviation(value, under)
+        deviation = self.level.measure_deviation(value, under)
         self.up = max(0.0, self.up + deviation - _ALLOWED)
         self.down = max(0.0, self.down - deviation - _ALLOWED)
         if self.excess == 0.0:
@@ -387,7 +387,7 @@ class Watcher(Struct, kw_only=True):
                 current.changes.append(change)
             else:
                 begun += self._open(change.kind, [change], at_s)
-        return begun or self._tell_possible(at_s)
+        return begun or self._report_possible(at_s)
 
     def _find_current(self, kind: Kind, started_s: float) -> Incident | None:
         """Return the incident that a change which began at this time belongs to."""
@@ -402,7 +402,7 @@ class Watcher(Struct, kw_only=True):
         self.num_alarms += kind == "alarm"
         return [incident]
 
-    def _tell_possible(self, at_s: float) -> list[Incident]:
+    def _report_possible(self, at_s: float) -> list[Incident]:
         changes = []
         for name, cusum in self.series.items():
             if cusum.may_have_changed:

@@ -109,7 +109,7 @@ def test_another_k_counts_what_it_would_have_accepted():
         low, high = 0.004, median(step.verify_s for step in STEPS)
         pass_s = low + (high - low) * k / 4  # linear between the measured numbers of rows
         drafted_s = k * sum(step.draft_s for step in STEPS) / 24
-        assert found.seconds(k, 1)[0] == pytest.approx(drafted_s + pass_s + 0.0005)
+        assert found.estimate_step(k, 1)[0] == pytest.approx(drafted_s + pass_s + 0.0005)
     text = "\n".join(sections(found)[OTHERWISE].lines)
     assert "tokens are exact):" in text and text.count("<- best") == 1
 
@@ -129,10 +129,10 @@ def test_another_k_beyond_the_shortest_draft_is_estimated_from_the_steps_that_dr
 
 def test_passes_beyond_the_measured_rows_have_bounds():
     found = measured()
-    rows, times = found.curve()
+    rows, times = found.fit_curve()
     assert rows == [1, 5] and times[0] == 0.004
-    assert found.pass_s(10) == pytest.approx((times[1], 2 * times[1]))
-    assert found.pass_s(3)[0] == pytest.approx((times[0] + times[1]) / 2)
+    assert found.estimate_pass(10) == pytest.approx((times[1], 2 * times[1]))
+    assert found.estimate_pass(3)[0] == pytest.approx((times[0] + times[1]) / 2)
 
 
 def test_every_section_asks_what_its_figures_answer():

@@ -20,9 +20,9 @@ from forerun.doctor.watch import (
     TIME_PER_TOKEN,
     WatchState,
     estimate_load,
-    message_of,
     observe,
     watch_text,
+    write_message,
 )
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.trace.change_points import Cusum, Growth, LoadCurve, sample_positions
@@ -134,9 +134,9 @@ def test_a_return_to_the_usual_level_resolves_the_alarm():
     found = watched(state, server, 20, 3e9, acceptance=0.74)
     assert found == [alarm]
     assert alarm.resolved_s > 3e9 and alarm.words.startswith("back at the usual level")
-    opened = message_of("s", replace(alarm, resolved_s=None))
-    closed = message_of("s", alarm)
-    assert opened["id"] == closed["id"] != message_of("t", alarm)["id"]
+    opened = write_message("s", replace(alarm, resolved_s=None))
+    closed = write_message("s", alarm)
+    assert opened["id"] == closed["id"] != write_message("t", alarm)["id"]
     assert (opened["event"], closed["event"]) == ("alarm", "resolved")
     assert len(alarms(watched(state, server, 20, 4e9, acceptance=0.47))) == 1
 
@@ -220,8 +220,8 @@ def test_a_load_never_seen_before_is_slower_at_most_in_proportion():
         curve.learn(4.0, math.log(0.02))
         curve.learn(8.0, math.log(0.03))
     for load, low, high in ((4, 0.02, 0.02), (16, 0.03, 0.06), (2, 0.01, 0.02)):
-        assert curve.bounds(load) == pytest.approx((math.log(low), math.log(high)))
-    assert LoadCurve().bounds(3.0) is None
+        assert curve.find_bounds(load) == pytest.approx((math.log(low), math.log(high)))
+    assert LoadCurve().find_bounds(3.0) is None
 
 
 def test_a_short_history_gives_a_weaker_word_and_needs_more_for_an_alarm():
