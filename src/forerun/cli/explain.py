@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.table import Column, Table
+from rich.table import Column
 from tyro.conf import Positional, arg
 
 from forerun.cli.command import Command
@@ -17,17 +17,12 @@ from forerun.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from forerun.doctor.evidence import Evidence
+    from forerun.doctor.explain import Decode, QuizQuestion
     from forerun.doctor.readers.trace_totals import TraceTotals
 
 _MOST_STEPS = 3
 """Steps shown in detail where none is named."""
-_BAR_WIDTH = 24
-_LEGEND = (
-    "beta: of the steps that drafted a position, the share accepted through it;\n"
-    "survival corrects for drafts that ended early. Steps of one request depend on\n"
-    "each other: intervals over few requests are too narrow.\n"
-    "tau: tokens per drafting step; kappa: its time in plain steps."
-)
+_WIDTH = 88
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,34 +32,69 @@ class ExplainOptions:
     file: Annotated[Positional[Path], arg(metavar="TRACE")]
     """What --trace wrote: a .jsonl file."""
     request: str | None = None
-    """Id of a request, to explain it. Default: the figures of the whole trace."""
+    """Id of a request, to explain it. Default: the whole trace."""
     step: int | None = None
     """Show this step of the request, or of the first one of the trace. Default: the first three
     that drafted."""
-    json: bool = False
-    """Print the figures of the whole trace as one JSON object."""
+    quiz: bool = False
+    """Ask a question on each section before it is shown, mark the answer and explain it."""
 
 
 def run(options: ExplainOptions) -> int:
-    """Print the figures of a trace, or the explanation of one request."""
-    if options.request is not None or options.step is not None:
-        if options.json:
-            raise InvalidRequest("--json is for the figures of a whole trace")
+    """Print what a trace teaches, or the explanation of one request."""
+    if options.quiz and options.step is not None:
+        raise InvalidRequest("--quiz is on a trace or a request, not on one --step")
+    if (options.request is not None or options.step is not None) and not options.quiz:
         return _explain(options)
 
-    from forerun.doctor.diagnosis import derive
-    from forerun.doctor.readers.trace import evidence_of
-    from forerun.doctor.readers.trace_totals import read_totals
-
-    totals = read_totals(options.file)
-    evidence = derive(evidence_of(totals, options.file.name))
-    if options.json:
-        facts = {fact.name: fact.to_dict() for fact in evidence}
-        sources = [reading.to_dict() for reading in evidence.readings]
-        print(json.dumps({"facts": facts, "series": evidence.series, "sources": sources}))
-    else:
-        _print_summary(totals, evidence)
+    if not options.quiz:
+        _print_summary(options.file)
+    _teach(options)
     return 0
+
+
+def _teach(options: ExplainOptions) -> None:
+    """Print the sections of a trace, each after its question where a quiz is asked for."""
+    from forerun.doctor.explain import measure_steps, write_lessons
+    from forerun.trace.files import read_trace
+
+    console = SafeConsole(soft_wrap=True)
+    num_asked = num_right = 0
+    for number, section in enumerate(
+        write_lessons(measure_steps(read_trace(options.file), options.request)), start=1
+    ):
+        if options.quiz and section.question is not None:
+            answer = _ask(section.question, num_asked + 1)
+            if answer is None:
+                break
+            num_asked += 1
+            num_right += answer == section.question.answer
+            mark = "Right" if answer == section.question.answer else "No"
+            console.print(f"{mark}: {section.question.right}.", markup=False)
+        console.print(f"\n{number}. {section.heading}", style="bold", markup=False)
+        for line in section.lines:
+            wide = len(line) <= _WIDTH or line.startswith(" ")
+            for part in [line] if wide else textwrap.wrap(line, _WIDTH):
+                console.print(f"   {part}", markup=False, highlight=False)
+    if options.quiz:
+        console.print(f"\n{num_right} of {num_asked} answers were right.", markup=False)
+
+
+def _ask(question: QuizQuestion, number: int) -> int | None:
+    """Ask until one of the letters is given; None at the end of the input."""
+    print(f"\nQuestion {number}. {question.text}")
+    letters = "abcdefgh"[: len(question.options)]
+    for letter, option in zip(letters, question.options, strict=True):
+        print(f"   {letter}) {option}")
+    while True:
+        try:
+            given = input(f"   {', '.join(letters)}? ").strip().lower()
+        except EOFError:
+            print()  # ends the line of the prompt
+            return None
+        if len(given) == 1 and given in letters:
+            return letters.index(given)
+        print(f"   answer with one of {', '.join(letters)}")
 
 
 def _explain(options: ExplainOptions) -> int:
@@ -78,13 +108,39 @@ def _explain(options: ExplainOptions) -> int:
         if not steps:
             last = found.steps[-1].step
             raise InvalidRequest(f"--step is {options.step}; the request has steps 0 to {last}")
+    decode = _load_decoder(options) if any(step.token_ids for step in steps) else None
     console = SafeConsole(soft_wrap=True)
-    for line in in_words(found, steps):
+    for line in in_words(found, steps, decode):
         console.print(line, markup=False)
     return 0
 
 
-def _print_summary(totals: TraceTotals, evidence: Evidence) -> None:
+def _load_decoder(options: ExplainOptions) -> Decode | None:
+    """Return what makes text of the target's tokens, where its tokenizer is on this machine."""
+    from forerun.errors import ForerunError
+    from forerun.models.checkpoint import ModelFiles
+    from forerun.theory.record import TraceHeader
+    from forerun.trace.files import read_trace
+
+    header = next(
+        (item for item in read_trace(options.file) if isinstance(item, TraceHeader)), None
+    )
+    if header is None:
+        return None
+    try:
+        files = ModelFiles.find(header.target)
+        return files.tokenizer.decode if files.tokenizer_hash == header.tokenizer_hash else None
+    except (ForerunError, OSError):
+        return None
+
+
+def _print_summary(file: Path) -> None:
+    from forerun.doctor.diagnosis import derive
+    from forerun.doctor.readers.trace import evidence_of
+    from forerun.doctor.readers.trace_totals import read_totals
+
+    totals = read_totals(file)
+    evidence = derive(evidence_of(totals, file.name))
     console = SafeConsole()
     for header in totals.headers:
         draft = f", draft {header.draft}" if header.draft else ""
@@ -92,15 +148,11 @@ def _print_summary(totals: TraceTotals, evidence: Evidence) -> None:
         console.print(line, style="bold", markup=False, soft_wrap=True)
     for line in _figures(totals, evidence):
         console.print(line, markup=False, soft_wrap=True)
-    if totals.acceptance.num_drafted:
-        console.print("", _positions_table(totals))
     if tags := evidence.series.get("tag"):
         table = table_of(Column("tag", overflow="fold"), "drafting steps", "beta 1")
         for tag, rate, num_steps in tags:
             table.add_row(str(tag), f"{num_steps:.0f}", f"{rate:.2f}")
         console.print("", table)
-    if totals.acceptance.num_drafted:
-        console.print(f"\n{_LEGEND}", style="dim")
     if totals.num_damaged:
         console.print(f"\n[bold red]not read[/] ({totals.num_damaged} places)")
         for place in totals.damage:
@@ -142,37 +194,18 @@ def _figures(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
     yield f"{times.total_s:.3f} s in {times.num_cycles} cycles: {', '.join(shares)}"
 
 
-def _positions_table(totals: TraceTotals) -> Table:
-    from forerun.theory.intervals import wilson_interval
-
-    counts = totals.acceptance
-    table = table_of(Column("position"), "drafted", "accepted", "beta (95%)", "survival")
-    table.add_column("", no_wrap=True)
-    columns = counts.drafted_per_position, counts.accepted_per_position, counts.survival
-    for number, (drafted, accepted, survival) in enumerate(zip(*columns, strict=True), start=1):
-        rate = wilson_interval(accepted, drafted)
-        table.add_row(
-            str(number),
-            str(drafted),
-            str(accepted),
-            rate.show(".3f"),
-            f"{survival:.3f}",
-            "█" * round(_BAR_WIDTH * survival),
-        )
-    return table
-
-
 COMMAND = Command(
     options=ExplainOptions,
     run=run,
     has_positional=True,
-    description="Show the figures of a trace: tokens and cost per step, acceptance by position,\n"
-    "where the time went. Of one request: its cycles in order with their times, what became of\n"
-    "every drafted token, where the last token comes from, and which K would have been best.",
+    description="Teach speculative decoding from a trace of your own: why a pass checks several\n"
+    "tokens, how far drafts are kept, what a rejected draft costs, what another K, batch or draft\n"
+    "would have given, and whether the text is still the target's. Of one request: its steps in\n"
+    "order, what became of every drafted token, and where the last token comes from.",
     examples=(
         "forerun explain trace.jsonl",
+        "forerun explain trace.jsonl --quiz",
         "forerun explain trace.jsonl --request request-3 --step 7",
-        "forerun explain trace.jsonl --json | jq .facts.acceptance_length.value",
         'forerun generate "def f(" --temperature 1 --trace t.jsonl --trace-probabilities && '
         "forerun explain t.jsonl --step 2",
     ),

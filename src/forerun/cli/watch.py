@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,9 @@ from forerun.terminal_text import printable
 if TYPE_CHECKING:
     from forerun.doctor.readers.prometheus import Metrics
     from forerun.doctor.watch import WatchState
-    from forerun.trace.change_points import ChangePoint
+    from forerun.trace.change_points import Incident
 
+HOOK_HEADER = "FORERUN_HOOK_HEADER"
 HOOK_TIMEOUT_S = 10.0
 MAX_UNSENT = 100
 
@@ -31,15 +34,17 @@ class WatchFlags:
 
     watch: bool = False
     """Read the page of metrics of SOURCE every --interval-s, and report when acceptance by
-    position, the time per output token or the length of prompts changes, and which causes fit."""
+    position, the time per output token at equal load or the length of prompts changes, and which
+    causes fit."""
     state: Path = Path("forerun-watch.json")
     """File with all that a watch remembers; one that starts again continues from it."""
     metrics_out: Path | None = None
     """Write the watch's state as a Prometheus text file after every reading."""
     hook: str | None = None
-    """Send every change to this address, as a POST of JSON."""
+    """Send every alarm, and its end, to this address, as a POST of JSON with an id. The environment
+    variable FORERUN_HOOK_HEADER may hold a header, such as "Authorization: Bearer KEY"."""
     once: bool = False
-    """Read once and end: exit code 3 if this reading showed a change."""
+    """Read once and end: exit code 3 if this reading raised an alarm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,8 @@ class Watch:
         Range("--interval-s", 0, 3600, above_low=True).check(self.interval_s)
         if self.flags.hook is not None and not is_url(self.flags.hook):
             raise InvalidRequest("--hook must be an address that begins with http:// or https://")
+        if self.flags.hook is not None:
+            read_hook_header()
         if self.key_variable is not None and not is_url(self.source):
             raise InvalidRequest("--api-key-env is for a server; a file needs no key")
         check_writable("--state", self.flags.state)
@@ -66,6 +73,19 @@ class Watch:
     def name(self) -> str:
         """The source in messages, in the state and for the hook, without secrets of a URL."""
         return shown_source(self.source)
+
+
+def read_hook_header() -> dict[str, str]:
+    """Return the header of the environment variable for hooks; no message quotes it."""
+    text = os.environ.get(HOOK_HEADER, "")
+    name, colon, value = (part.strip() for part in text.partition(":"))
+    is_sendable = colon and value.isascii() and value.isprintable()
+    if text and not (is_sendable and re.fullmatch(r"[\w-]+", name, re.ASCII)):
+        raise InvalidRequest(
+            f"the environment variable {HOOK_HEADER} must hold a header, such as "
+            "Authorization: Bearer KEY"
+        )
+    return {name: value} if text else {}
 
 
 def watch(options: Watch) -> int:
@@ -80,7 +100,8 @@ def watch(options: Watch) -> int:
             if not found:
                 kept = "first reading, kept in" if is_first else "no change since the readings in"
                 _say(options, f"{kept} {options.flags.state}")
-            return Exit.PROBLEM if found else Exit.GOOD
+            is_alarm = any(each.kind == "alarm" and each.resolved_s is None for each in found)
+            return Exit.PROBLEM if is_alarm else Exit.GOOD
         time.sleep(options.interval_s)
 
 
@@ -112,10 +133,10 @@ def load_state(options: Watch) -> WatchState:
     return state
 
 
-def _read_once(options: Watch, state: WatchState) -> list[ChangePoint]:
-    from forerun.doctor.watch import observe
+def _read_once(options: Watch, state: WatchState) -> list[Incident]:
+    from forerun.doctor.watch import observe, write_message
 
-    found: list[ChangePoint] = []
+    found: list[Incident] = []
     is_first = state.last is None
     try:
         found = observe(state, _read_metrics(options), time.time())
@@ -125,10 +146,11 @@ def _read_once(options: Watch, state: WatchState) -> list[ChangePoint]:
         state.num_failed += 1
         if state.num_failed == 1:
             _say(options, f"not read: {error}")
-    for change in found:
-        _report(options, change)
+    for incident in found:
+        _report(options, incident)
     if options.flags.hook is not None:
-        state.unsent = [*state.unsent, *found][-MAX_UNSENT:]
+        alarms = [write_message(options.name, each) for each in found if each.kind == "alarm"]
+        state.unsent = [*state.unsent, *alarms][-MAX_UNSENT:]
     _save(options, state)
     if state.unsent:
         _send(options, state)
@@ -163,15 +185,17 @@ def _read_metrics(options: Watch) -> Metrics:
     return read_page(text).metrics
 
 
-def _report(options: Watch, change: ChangePoint) -> None:
-    from msgspec.structs import asdict
+def _report(options: Watch, incident: Incident) -> None:
+    from forerun.doctor.watch import write_message
 
     if options.json:
-        print(json.dumps({"source": options.name} | asdict(change)), flush=True)
+        print(json.dumps(write_message(options.name, incident)), flush=True)
         return
-    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.started_s))
-    causes = f"; likely: {', '.join(change.causes)}" if change.causes else ""
-    _say(options, f"{change.words} since {started}{causes}")
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.started_s))
+    causes = f"; likely: {', '.join(incident.causes)}" if incident.causes else ""
+    mark = "better, no alarm: " if incident.kind == "note" else ""
+    since = "" if incident.resolved_s else f" since {started}{causes}"
+    _say(options, f"{mark}{incident.words}{since}")
 
 
 def _say(options: Watch, text: str) -> None:
@@ -180,16 +204,14 @@ def _say(options: Watch, text: str) -> None:
 
 
 def _send(options: Watch, state: WatchState) -> None:
-    """Send change points in order; those that are refused are tried again at the next reading."""
-    from msgspec.structs import asdict
-
+    """Send messages in order; those that are refused are tried again at the next reading."""
     from forerun.client.door import post_once
 
+    headers = read_hook_header()
     while state.unsent:
-        content = {"source": options.name} | asdict(state.unsent[0])
         try:
-            post_once(str(options.flags.hook), content, HOOK_TIMEOUT_S)
+            post_once(str(options.flags.hook), state.unsent[0], HOOK_TIMEOUT_S, headers)
         except ForerunError as error:
-            _say(options, f"the hook did not take a change: {error}; it is sent again")
+            _say(options, f"the hook did not take a message: {error}; it is sent again")
             return
         state.unsent = state.unsent[1:]

@@ -235,7 +235,7 @@ class Door:
         uses_environment: bool = True,
         transport: Transport | None = None,
     ) -> None:
-        self._secrets = [value.partition(" ")[2] for value in headers.values() if " " in value]
+        self._secrets = [value.partition(" ")[2] or value for value in headers.values() if value]
         self._clock = _ReadClock()
         self._http = httpx.Client(
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S)),
@@ -315,10 +315,12 @@ def fetch_page(url: str, limits: ReadLimits, headers: Mapping[str, str] | None =
         raise UnreadableInput(f"{shown_url(url)} cannot be read: {error.reason}") from error
 
 
-def post_once(url: str, content: object, max_seconds: float) -> None:
+def post_once(
+    url: str, content: object, max_seconds: float, headers: Mapping[str, str] | None = None
+) -> None:
     """Post JSON and return once it was accepted; the body of the answer is not read.
 
     Raises UnreadableInput, InvalidRequest or ServerUnavailable where it was not.
     """
-    with Door(max_seconds, {}) as door:
+    with Door(max_seconds, headers or {}) as door:
         _send_accepted(door, url, answer_deadline(max_seconds, url), content).close()

@@ -1,4 +1,4 @@
-"""Explains a request of a trace: its cycles, what became of every drafted token, the best K.
+"""Explains a trace: what its own figures teach, and what became of every drafted token.
 
 All figures follow from the records alone. What a smaller K would have emitted is exact for chains:
 a step that accepted n of K tokens would have accepted min(n, k) of k. Its time is estimated.
@@ -6,47 +6,353 @@ a step that accepted n of K tokens would have accepted min(n, k) of k. Its time 
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import mul
+from pathlib import Path
 from statistics import median
 from typing import Literal
 
 from forerun.errors import InvalidTrace
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
+from forerun.theory.cost import isotonic
 from forerun.theory.record import RequestRecord, StepRecord
-from forerun.trace.files import Item
+from forerun.trace.files import Item, read_trace
 
 Outcome = Literal["accepted", "rejected", "not reached"]
 MOST_NAMED = 8
 """Requests that a message names of those in a trace."""
+MIN_PASSES = 3
+"""Passes of one number of rows whose median is used."""
+MAX_PASSES = 1000
+BATCHES = (1, 2, 4, 8)
+BAR_WIDTH = 24
+LENIENT = Path(__file__).parent / "tables" / "lenient.jsonl"
+"""Trace of a verifier that keeps a share of what it should reject, planted in forerun's engine."""
+Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HindsightK:
-    """Estimated tokens and seconds per step of a request with another fixed K.
+class QuizQuestion:
+    """A question on a section, whose answer its lines give; the figures are those of the trace."""
 
-    Attributes:
-        num_speculative_tokens: that K; 0 is plain decoding.
-        tokens_per_step: computed from the counts of accepted tokens.
-        step_s: sum of the drafting time, in proportion to K, the median time of passes with as many
-            rows (of all passes if there are none), and the mean time of the rest.
-    """
-
-    num_speculative_tokens: int
-    tokens_per_step: float
-    step_s: float
+    text: str
+    options: tuple[str, ...]
+    answer: int
 
     @property
-    def s_per_token(self) -> float:
-        return self.step_s / self.tokens_per_step
+    def right(self) -> str:
+        """The option that is the answer."""
+        return self.options[self.answer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What a trace teaches on one subject, in lines for a terminal."""
+
+    heading: str
+    lines: tuple[str, ...]
+    question: QuizQuestion | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """Counts and times of steps, from which the sections are written.
+
+    Attributes:
+        passes: seconds of the target's passes by number of rows, those with prompts left out.
+        batches: cycles that drafted, by number of requests.
+        squares: sum of the squared differences between accepted and expected tokens.
+    """
+
+    counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    passes: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    batches: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    draft_s: float = 0.0
+    other_s: float = 0.0
+    depth: int = 0
+    num_cycles: int = 0
+    expected: float = 0.0
+    squares: float = 0.0
+    num_trees: int = 0
+
+    def add(self, cycle: Sequence[StepRecord]) -> None:
+        """Count the steps of one cycle, whose times they share."""
+        first, drafting = cycle[0], [step for step in cycle if step.num_drafted]
+        if not first.num_prefill_rows and len(self.passes[first.batch_rows]) < MAX_PASSES:
+            self.passes[first.batch_rows].append(first.verify_s)
+        if not drafting:
+            return
+        self.batches[len(cycle)] += 1
+        self.num_cycles += 1
+        self.draft_s += first.draft_s
+        self.other_s += first.other_s
+        self.depth += max(step.depth_drafted for step in drafting)
+        for step in drafting:
+            self.counts.add(step.depth_drafted, step.num_accepted, num_drafted=step.num_drafted)
+            self.expected += step.expected_accepted
+            self.squares += (step.num_accepted - step.expected_accepted) ** 2
+            self.num_trees += step.num_drafted != step.depth_drafted
+
+    @property
+    def has_chains(self) -> bool:
+        """Whether most drafts were chains; of trees, rows and depths differ."""
+        return 2 * self.num_trees < self.counts.num_steps
+
+    @property
+    def batch(self) -> int:
+        """The most frequent number of requests of a cycle that drafted."""
+        return max(self.batches, key=lambda size: self.batches[size])
+
+    def fit_curve(self) -> tuple[list[int], tuple[float, ...]]:
+        """Return numbers of rows that were measured, and their times, which do not fall."""
+        rows = sorted(n for n, times in self.passes.items() if len(times) >= MIN_PASSES)
+        return rows, isotonic([median(self.passes[n]) for n in rows])
+
+    def estimate_pass(self, num_rows: int) -> tuple[float, float]:
+        """Return the least and the most time of a pass: beyond the measured rows they differ."""
+        rows, times = self.fit_curve()
+        place = bisect_left(rows, num_rows)
+        if place == len(rows):
+            return times[-1], times[-1] * num_rows / rows[-1]
+        if place == 0 or rows[place] == num_rows:
+            return times[place], times[place]
+        (left, low), (right, high) = ((rows[n], times[n]) for n in (place - 1, place))
+        found = low + (high - low) * (num_rows - left) / (right - left)
+        return found, found
+
+    @property
+    def depths(self) -> tuple[float, ...]:
+        """Shares of drafts accepted through each position that half of the steps drafted."""
+        steps, drafted = self.counts.num_steps, self.counts.drafted_per_position
+        return self.counts.survival[: sum(2 * n >= steps for n in drafted)]
+
+    def estimate_step(self, k: int, batch: int, draft: float = 1.0) -> tuple[float, float]:
+        """Return the least and the most time of a step at K, with a draft of another cost."""
+        least, most = self.estimate_pass(batch * (k + 1))
+        each_s = draft * self.draft_s / self.depth
+        rest_s = k * each_s + self.other_s / self.num_cycles
+        return least + rest_s, most + rest_s
+
+
+def measure_steps(items: Iterable[Item], request_id: str | None = None) -> Measured:
+    """Return the counts and times of a trace, or of one request of it."""
+    found, cycle = Measured(), list[StepRecord]()
+    for item in items:
+        if not isinstance(item, StepRecord) or item.request_id != (request_id or item.request_id):
+            continue
+        if cycle and (item.cycle_id, item.t_s) != (cycle[0].cycle_id, cycle[0].t_s):
+            found.add(cycle)
+            cycle = []
+        cycle.append(item)
+    if cycle:
+        found.add(cycle)
+    return found
+
+
+def write_lessons(found: Measured) -> Iterator[Lesson]:
+    """Yield what the steps teach; a section whose figures are not in the trace is left out."""
+    if not found.num_cycles:
+        return
+    rows, _ = found.fit_curve()
+    # Without plain steps, nothing is known of the cost of a draft.
+    has_costs = len(rows) > 1 and rows[0] <= found.batch < rows[-1] and found.has_chains
+    if has_costs:
+        yield _explain_passes(found)
+    yield _explain_positions(found)
+    if has_costs:
+        table = {k: _estimate_token(found, k) for k in range(len(found.depths) + 1)}
+        yield _explain_rejections(found)
+        yield _explain_alternatives(found, table)
+    yield _explain_calibration(found)
+
+
+def _explain_passes(found: Measured) -> Lesson:
+    rows, times = found.fit_curve()
+    one, most = found.batch, rows[-1]
+    one_s, most_s = found.estimate_pass(one)[0], times[-1]
+    lines = [f"{'rows':>6} {'ms':>8} {'of ' + str(one):>6}"]
+    for n, seconds in zip(rows, times, strict=True):
+        bar = "█" * max(1, round(BAR_WIDTH * seconds / most_s))
+        lines.append(f"{n:>6} {1e3 * seconds:>8.2f} {seconds / one_s:>6.2f} {bar}")
+    ratio = most_s / one_s
+    lines += [
+        "",
+        f"A pass of {most} rows does {most / one:.3g} times the arithmetic of {one} and takes "
+        f"{ratio:.2f} times as long. Every pass reads all weights of the target from memory; with "
+        "few rows it waits for them, whatever the rows compute: decoding is memory-bound. A "
+        "drafted token is one more row of a pass that reads the weights anyway.",
+    ]
+    if ratio > (1.0 + most / one) / 2:
+        lines.append("Here rows are not free: the arithmetic, or a cache, limits this target.")
+    wrong = most / one, (ratio + most / one) / 2
+    return Lesson(
+        heading="Why one pass checks several tokens",
+        lines=tuple(lines),
+        question=_ask(
+            f"A pass of {_count(one, 'row')} took {_ms(one_s)}. How long did one of {most} take?",
+            _ms(most_s),
+            [_ms(factor * one_s) for factor in wrong],
+        ),
+    )
+
+
+def _explain_positions(found: Measured) -> Lesson:
+    counts = found.counts
+    tau = counts.acceptance_length or 1.0
+    lines = [f"{'position':>8} {'reached':>8} {'kept':>6} {'of all':>7}"]
+    figures = zip(
+        counts.reached_per_position, counts.conditional_acceptance, counts.survival, strict=True
+    )
+    for place, (reached, kept, survival) in enumerate(figures, start=1):
+        bar = "█" * round(BAR_WIDTH * survival)
+        lines.append(f"{place:>8} {reached:>8} {kept:>6.0%} {survival:>7.0%} {bar}")
+    falls = [
+        1.0 - after for _, after in zip(found.depths, counts.conditional_acceptance, strict=False)
+    ]
+    cliff = falls.index(max(falls)) + 1
+    lines += [
+        "",
+        f"A step emits {tau:.2f} tokens (tau): 1 of the target, and as many as the shares of all "
+        f"add up to. A token counts only where all before it were kept. The cliff is at position "
+        f"{cliff}: of the drafts that get there, {1.0 - max(falls):.0%} survive it. With a longer "
+        f"draft {found.depths[cliff - 1]:.0%} of the steps, or fewer, gain, and all pay for it.",
+    ]
+    product = list(accumulate(counts.conditional_acceptance, mul))[len(found.depths) - 1]
+    return Lesson(
+        heading="How far drafts are kept",
+        lines=tuple(lines),
+        question=_ask(
+            f"Of the drafts, {counts.survival[0]:.0%} keep token 1. How many keep token "
+            f"{len(found.depths)}?",
+            f"{product:.0%}",
+            [f"{counts.survival[0]:.0%}", f"{counts.survival[0] / len(found.depths):.0%}"],
+        )
+        if len(found.depths) > 1
+        else None,
+    )
+
+
+def _explain_rejections(found: Measured) -> Lesson:
+    k, batch = len(found.depths), found.batch
+    step_s, plain_s = found.estimate_step(k, batch)[0], found.estimate_step(0, batch)[0]
+    kappa, steps = step_s / plain_s, found.counts.num_steps
+    few = {n: sum(c for (_, a), c in found.counts.steps.items() if a == n) for n in (0, 1)}
+    lines = [
+        f"{few[0] / steps:.0%} of the steps that drafted kept nothing, "
+        f"{few[1] / steps:.0%} one token. A step at K = {k} takes {_ms(step_s)}, {kappa:.2f} plain "
+        "steps (kappa), however many are kept. All rows are verified at once, but "
+        "accepted in order: what stands behind the first rejection is thrown away.",
+        f"Were every step to keep nothing, a token would take {_ms(step_s)} in place of "
+        f"{_ms(plain_s)}: {1.0 / kappa:.2f} times the plain rate. With 1 token kept it is "
+        f"{2.0 / kappa:.2f} times. This is the usual incident: K was raised, or the traffic or the "
+        "target changed, 0 to 1 tokens are kept, latency rises, and the accelerator looks busy. "
+        "Speedup is tau / kappa: below a tau of "
+        f"{kappa:.2f} speculation slows this server down.",
+    ]
+    return Lesson(
+        heading="What a draft that is not kept costs",
+        lines=tuple(lines),
+        question=_ask(
+            f"Every draft at K = {k} is rejected at its first token. How fast is decoding?",
+            f"{1.0 / kappa:.2f} times plain",
+            ["1.00 times plain", f"{1.0 / (k + 1):.2f} times plain"],
+        ),
+    )
+
+
+def _estimate_token(found: Measured, k: int) -> tuple[float, float, float]:
+    """Return tokens per step, and seconds of a step and per token, at another K."""
+    tokens, step_s = 1.0 + sum(found.depths[:k]), found.estimate_step(k, found.batch)[0]
+    return tokens, step_s, step_s / tokens
+
+
+def _explain_alternatives(found: Measured, table: dict[int, tuple[float, float, float]]) -> Lesson:
+    best = min(table, key=lambda k: table[k][2])
+    exact = min((depth for depth, _ in found.counts.steps), default=0)
+    how = "" if exact >= len(found.depths) else f" up to K = {exact}, estimated beyond"
+    lines = [f"Another K, all else equal (times are estimated; tokens are exact{how}):"]
+    for k, (tokens, step_s, token_s) in table.items():
+        mark = "  <- best" if k == best else ""
+        each = f"{_ms(step_s)} per step, {_ms(token_s)} per token"
+        lines.append(f"  K = {k}: {tokens:.2f} tokens per step, {each}{mark}")
+    k = best or len(found.depths)
+    most = found.fit_curve()[0][-1]
+    lines.append(f"Another batch at K = {k}; passes of up to {most} rows were measured:")
+    for batch in BATCHES:
+        tokens, (low, high) = table[k][0], found.estimate_step(k, batch)
+        plain_low, plain_high = found.estimate_step(0, batch)
+        ends = sorted({f"{tokens * plain_low / high:.2f}", f"{tokens * plain_high / low:.2f}"})
+        rows = f"{_count(batch, 'request')}: {batch * (k + 1)} rows"
+        lines.append(f"  {rows}, {' to '.join(ends)} times plain")
+    plain_s, (tokens, step_s, _) = table[0][1], table[k]
+    kept = found.counts.conditional_acceptance[:k]
+    better = 1.0 + sum(accumulate((1.0 - (1.0 - share) / 2 for share in kept), mul))
+    worse = 1.0 + sum(accumulate((share / 2 for share in kept), mul))
+    half_s = found.estimate_step(k, found.batch, draft=0.5)[0]
+    lines += [
+        f"Another draft at K = {k}; this one gives {tokens * plain_s / step_s:.2f} times plain:",
+        f"  half the cost: {tokens * plain_s / half_s:.2f}",
+        f"  half as many rejections at every position: {better * plain_s / step_s:.2f}",
+        f"  kept half as often at every position: {worse * plain_s / step_s:.2f}",
+    ]
+    others = [n for n in (len(found.depths), 1, 0, 2) if n != best]
+    return Lesson(
+        heading="What would have happened otherwise",
+        lines=tuple(lines),
+        question=_ask(
+            "With which K would this trace have been fastest (0: no drafts)?",
+            f"K = {best}",
+            [f"K = {n}" for n in others[:2]],
+        ),
+    )
+
+
+def _explain_calibration(found: Measured) -> Lesson:
+    other = measure_steps(read_trace(LENIENT))
+    lines = [f"{'':>22} {'accepted':>9} {'expected':>9} {'tau':>6} {'z':>6}"]
+    for name, each in (("this trace", found), ("a lenient verifier", other)):
+        accepted, tau = each.counts.num_accepted, each.counts.acceptance_length or 1.0
+        z = (accepted - each.expected) / math.sqrt(each.squares) if each.squares else 0.0
+        lines.append(f"{name:>22} {accepted:>9} {each.expected:>9.1f} {tau:>6.2f} {z:>6.1f}")
+    lines += [
+        "",
+        "An exact verifier keeps a token with a probability that p and q decide, so that the text "
+        "has the target's own distribution; the trace sums these probabilities as expected. A "
+        "verifier that keeps more than expected is faster and looks better on every dashboard, but "
+        "its text is no longer the target's. The second row is a recorded trace of such a fault, "
+        "planted. z is the difference in standard deviations; within 3 nothing is wrong. "
+        "To test a server without a trace: `forerun audit`.",
+    ]
+    kept, wrong = other.counts.num_accepted, other.expected
+    mine = f"{found.counts.num_accepted} accepted, {found.expected:.0f} expected"
+    return Lesson(
+        heading="Whether the text is still the target's",
+        lines=tuple(lines),
+        question=_ask(
+            "Two runs. Which verifier changes the text?",
+            f"{kept} accepted, {wrong:.0f} expected",
+            [mine, "neither: a high acceptance is good"],
+        ),
+    )
+
+
+def _ask(text: str, right: str, wrong: Sequence[str]) -> QuizQuestion | None:
+    """Return a question, its options in the order of their texts; None if two are the same."""
+    options = sorted({right, *wrong}, key=lambda option: (len(option), option))
+    if len(options) <= len(wrong):
+        return None
+    return QuizQuestion(text=text, options=tuple(options), answer=options.index(right))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedRequest:
-    """Records of one request, with the figures that follow from them."""
+    """Records of one request."""
 
     request_id: str
     request: RequestRecord | None
@@ -55,57 +361,6 @@ class ExplainedRequest:
     @property
     def drafting(self) -> tuple[StepRecord, ...]:
         return tuple(step for step in self.steps if step.num_drafted)
-
-    @property
-    def counts(self) -> AcceptanceCounts:
-        return AcceptanceCounts.from_records(self.drafting)
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Seconds of drafting that was accepted and that was not, of passes, and of the rest."""
-        rejected_s = sum(
-            step.draft_s * (1.0 - step.num_accepted / step.num_drafted) for step in self.drafting
-        )
-        return {
-            "drafting tokens that were accepted": sum(s.draft_s for s in self.steps) - rejected_s,
-            "drafting tokens that were not": rejected_s,
-            "target passes": sum(step.verify_s for step in self.steps),
-            "everything else in a step": sum(step.other_s for step in self.steps),
-        }
-
-    @property
-    def least_drafted(self) -> int:
-        """Fewest tokens that a drafting step drafted; up to this K `hindsight` is exact."""
-        return min((step.num_drafted for step in self.drafting), default=0)
-
-    def hindsight(self) -> list[HindsightK]:
-        """Return the estimates for every fixed K that half of the steps drafted; none for trees.
-
-        Tokens per step are exact up to `least_drafted`. Beyond it they are estimated from the steps
-        that drafted as many tokens.
-        """
-        steps = self.drafting
-        if not steps or any(step.depth_drafted != step.num_drafted for step in steps):
-            return []
-        rows: dict[int, list[float]] = defaultdict(list)
-        for step in self.steps:
-            rows[step.batch_rows].append(step.verify_s)
-        others = median(step.batch_rows - step.num_drafted - 1 for step in steps)
-        every_s = median(step.verify_s for step in steps)
-        per_token_s = sum(s.draft_s for s in steps) / sum(s.num_drafted for s in steps)
-        other_s = sum(step.other_s for step in steps) / len(steps)
-        counts, found = self.counts, []
-        most = sum(2 * n >= len(steps) for n in counts.drafted_per_position)
-        for k, tokens in enumerate(accumulate(counts.survival[:most], initial=1.0)):
-            passes = rows.get(int(others) + k + 1)
-            found.append(
-                HindsightK(
-                    num_speculative_tokens=k,
-                    tokens_per_step=tokens,
-                    step_s=per_token_s * k + (median(passes) if passes else every_s) + other_s,
-                )
-            )
-        return found
 
 
 def outcomes_of(step: StepRecord) -> list[Outcome]:
@@ -147,8 +402,8 @@ def explain_request(items: Iterable[Item], request_id: str | None = None) -> Exp
     return ExplainedRequest(request_id=str(request_id), request=request, steps=tuple(steps))
 
 
-def step_in_words(step: StepRecord) -> list[str]:
-    """Return what happened in one step, in order."""
+def step_in_words(step: StepRecord, decode: Decode | None = None) -> list[str]:
+    """Return what happened in one step, in order; `decode` makes text of the emitted tokens."""
     if not step.num_drafted:
         why = f" ({step.stop_reason})" if step.stop_reason else ""
         lines = [
@@ -167,20 +422,22 @@ def step_in_words(step: StepRecord) -> list[str]:
         if step.depth_drafted == step.num_drafted:
             for place, outcome in enumerate(outcomes_of(step), start=1):
                 why = "" if outcome == "not reached" else _why(step, place - 1, outcome)
-                lines.append(f"   token {place}: {outcome}{_token(step, place - 1, outcome)}{why}")
+                lines.append(
+                    f"   token {place}: {outcome}{_token(step, place - 1, outcome, decode)}{why}"
+                )
         elif step.path_ranks is not None and step.path_children is not None:
-            lines += _path_in_words(step, step.path_ranks, step.path_children)
-    lines.append(_last_token(step))
+            lines += _path_in_words(step, step.path_ranks, step.path_children, decode)
+    lines.append(_last_token(step, decode))
     lines.append(f"   {_tokens(step.num_emitted)} emitted; the rest took {_ms(step.other_s)}.")
     return lines
 
 
 def _path_in_words(
-    step: StepRecord, ranks: tuple[int, ...], children: tuple[int, ...]
+    step: StepRecord, ranks: tuple[int, ...], children: tuple[int, ...], decode: Decode | None
 ) -> list[str]:
     lines = []
     for depth, (rank, num) in enumerate(zip(ranks, children, strict=False), start=1):
-        token = _token(step, depth - 1, "accepted")
+        token = _token(step, depth - 1, "accepted", decode)
         lines.append(f"   depth {depth}: number {rank} of {num} siblings accepted{token}")
     if len(children) > len(ranks) and children[len(ranks)]:
         lines.append(f"   depth {len(ranks) + 1}: none of {children[len(ranks)]} siblings accepted")
@@ -190,10 +447,10 @@ def _path_in_words(
     return lines
 
 
-def _token(step: StepRecord, place: int, outcome: Outcome) -> str:
+def _token(step: StepRecord, place: int, outcome: Outcome, decode: Decode | None) -> str:
     ids = step.token_ids
-    if outcome == "accepted" and ids is not None and place < len(ids):
-        return f" (id {ids[place]})"
+    if outcome == "accepted" and ids is not None and place < len(ids) and decode is not None:
+        return f" {printable(repr(decode(ids[place : place + 1])), max_length=60)}"
     if outcome == "not reached":
         return ", because its context was rejected"
     return ""
@@ -229,7 +486,7 @@ def _why(step: StepRecord, place: int, outcome: Outcome) -> str:
     return both
 
 
-def _last_token(step: StepRecord) -> str:
+def _last_token(step: StepRecord, decode: Decode | None) -> str:
     meanings = {
         "recovered": "the last token is recovered: the target's own, in place of the rejected one, "
         "from the same pass",
@@ -240,53 +497,37 @@ def _last_token(step: StepRecord) -> str:
     }
     # Older traces call the token of a step without a draft a bonus.
     source = step.last_token_source if step.num_drafted else "plain"
-    return f"   {meanings.get(source, source)}."
+    ids = step.token_ids
+    text = ""
+    if ids and decode is not None and source != "accepted":
+        text = f": {printable(repr(decode(ids[-1:])), max_length=60)}"
+    return f"   {meanings.get(source, source)}{text}."
 
 
-def bottleneck_of(found: ExplainedRequest) -> str:
-    """Return a sentence on the largest part of the time, with the change that would reduce it."""
-    shares = found.shares
-    total_s = sum(shares.values()) or 1.0
-    name = max(shares, key=lambda part: shares[part])
-    advice = {
-        "drafting tokens that were accepted": "A cheaper draft would help most",
-        "drafting tokens that were not": "A smaller K would help most",
-        "target passes": "More accepted tokens per pass would help most",
-        "everything else in a step": "Less work between the passes would help most",
-    }
-    return f"{name}: {shares[name] / total_s:.0%} of {total_s:.3f} s. {advice[name]}."
-
-
-def in_words(found: ExplainedRequest, steps: Sequence[StepRecord]) -> list[str]:
+def in_words(
+    found: ExplainedRequest, steps: Sequence[StepRecord], decode: Decode | None = None
+) -> list[str]:
     """Return the explanation of a request, with these of its steps in detail."""
     num_tokens = sum(step.num_emitted for step in found.steps)
     lines = [f"Request {found.request_id}: {_tokens(num_tokens)} in {len(found.steps)} steps."]
     if found.drafting:
-        counts = found.counts
+        counts = AcceptanceCounts.from_records(found.drafting)
         lines.append(
             f"{counts.num_drafted} tokens drafted, {counts.num_accepted} kept; "
             f"{1 + counts.num_accepted / counts.num_steps:.3f} tokens per drafting step (tau)."
         )
-    lines.append(f"Most time goes to {bottleneck_of(found)}")
     for step in steps:
         lines += ["", f"Step {step.step}, after {step.context_tokens} tokens:"]
-        lines += [f"  {line}" for line in step_in_words(step)]
-    if each := found.hindsight():
-        best = min(each, key=lambda item: item.s_per_token)
-        exact = found.least_drafted
-        how = "" if exact >= len(each) - 1 else f" up to K = {exact}, estimated beyond"
-        lines += ["", f"With another fixed K (times are estimated; tokens are exact{how}):"]
-        for item in each:
-            mark = "  <- best" if item is best else ""
-            lines.append(
-                f"  K = {item.num_speculative_tokens}: {item.tokens_per_step:.2f} tokens per step, "
-                f"{_ms(item.step_s)} per step, {_ms(item.s_per_token)} per token{mark}"
-            )
+        lines += [f"  {line}" for line in step_in_words(step, decode)]
     return lines
 
 
 def _tokens(number: int) -> str:
-    return "1 token" if number == 1 else f"{number} tokens"
+    return _count(number, "token")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def _ms(seconds: float) -> str:

@@ -32,7 +32,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.observing import ObservedStep
 from forerun.engine.results import Completion, RequestOutput
 from forerun.theory.acceptance import AcceptanceCounts
-from forerun.trace.change_points import MIN_DRAFTS, ChangePoint, Cusum, watch_position
+from forerun.trace.change_points import MIN_DRAFTS, Incident, Watcher, sample_positions
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
@@ -71,8 +71,8 @@ class StepTotals:
     """An observer that adds up all steps of an engine.
 
     Attributes:
-        changes: the latest change points of acceptance, as `forerun diagnose --watch` finds them.
-        num_changes: how many there were, by the figure that changed.
+        changes: the latest falls of acceptance, as `forerun diagnose --watch` finds them.
+        num_changes: how many there were, by the figure that fell first.
         outcomes: sequences' steps by (depth drafted, nodes accepted).
         plans: sequences' steps by (drafter or "plain", most nodes that the plan allowed).
         num_prefill_rows: prompt tokens fed, those read again after a preemption included.
@@ -96,9 +96,9 @@ class StepTotals:
         self.gaps = [0] * (len(FAST_S) + 1)
         self.gaps_s = 0.0
         self.recent_gaps: deque[float] = deque(maxlen=MAX_GAPS)
-        self.changes: deque[ChangePoint] = deque(maxlen=MAX_CHANGES)
+        self.changes: deque[Incident] = deque(maxlen=MAX_CHANGES)
         self.num_changes: dict[str, int] = {}
-        self._cusums: dict[str, Cusum] = {}
+        self._watcher = Watcher()
         self._fresh, self._num_fresh = AcceptanceCounts(), 0
         self._last_output_s: dict[str, float] = {}
 
@@ -128,12 +128,11 @@ class StepTotals:
     def _find_changes(self) -> None:
         """Look for a change of acceptance, in counts of many requests."""
         fresh, self._fresh, self._num_fresh = self._fresh, AcceptanceCounts(), 0
-        for position, (accepted, drafted) in enumerate(
-            zip(fresh.accepted_per_position, fresh.drafted_per_position, strict=True), start=1
-        ):
-            for change in watch_position(self._cusums, position, accepted, drafted, time.time()):
-                self.changes.append(change)
-                add(self.num_changes, change.series, 1)
+        samples = sample_positions(fresh.accepted_per_position, fresh.drafted_per_position)
+        for incident in self._watcher.add(samples, time.time()):
+            if incident.kind == "alarm" and incident.resolved_s is None:
+                self.changes.append(incident)
+                add(self.num_changes, incident.changes[0].series, 1)
 
     def _add_gaps(self, step: ObservedStep, ended_s: float) -> None:
         last = self._last_output_s
@@ -276,7 +275,7 @@ class ServerMetrics:
             ("forerun:draft_tokens", "Draft tokens by drafter", "method", totals.drafted),
             ("forerun:accepted_tokens", "Accepted by drafter", "method", totals.accepted),
             ("forerun:cycle_seconds", "Seconds of steps by phase", "phase", totals.seconds),
-            ("forerun:change_points", "Changes of acceptance", "series", changes),
+            ("forerun:change_points", "Falls of acceptance", "series", changes),
         ):
             found: Mapping[Any, float] = values.copy()
             yield self._build_family(name, text, {(key,): n for key, n in found.items()}, label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from statistics import median
 
@@ -11,14 +12,16 @@ from tests.records import HEADER, REQUEST, STEP
 
 from forerun.cli.main import main
 from forerun.doctor.explain import (
-    bottleneck_of,
+    LENIENT,
     explain_request,
     in_words,
+    measure_steps,
     outcomes_of,
+    write_lessons,
 )
 from forerun.errors import InvalidTrace
-from forerun.theory.acceptance import AcceptanceCounts
-from forerun.trace.files import open_trace
+from forerun.models.checkpoint import ModelFiles
+from forerun.trace.files import open_trace, read_trace
 
 ACCEPTED = (2, 4, 0, 1, 4, 3)
 STEPS = [
@@ -49,6 +52,10 @@ def test_the_steps_of_one_request_are_taken_in_order():
     assert explain_request([OTHER, *STEPS]).request_id == "other"
 
 
+def decode(ids):
+    return " ".join(f"token {number}" for number in ids)
+
+
 def test_every_drafted_token_has_an_outcome():
     assert outcomes_of(STEPS[0]) == ["accepted", "accepted", "rejected", "not reached"]
     assert outcomes_of(STEPS[1]) == ["accepted"] * 4
@@ -77,45 +84,82 @@ def test_probabilities_say_why_a_token_was_kept(rule):
         assert line.endswith(expected)
 
 
-def test_the_parts_of_the_time_are_those_of_the_records():
-    shares = found().shares
-    assert sum(shares.values()) == pytest.approx(
-        sum(step.draft_s + step.verify_s + step.other_s for step in STEPS)
-    )
-    wasted = sum(0.001 * (n + 1) * (4 - a) / 4 for n, a in enumerate(ACCEPTED))
-    assert shares["drafting tokens that were not"] == pytest.approx(wasted)
-    assert bottleneck_of(found()).startswith("target passes")
+def measured(steps=STEPS):
+    """The steps, and for each a plain one, whose pass takes 4 ms."""
+    zeros = {"num_drafted": 0, "depth_drafted": 0, "num_accepted": 0, "draft_s": 0.0}
+    after = [
+        replace(s, **zeros, cycle_id=100 + n, num_emitted=1, batch_rows=1, verify_s=0.004)
+        for n, s in enumerate(steps)
+    ]
+    return measure_steps([HEADER, *steps, *after])
 
 
-def test_hindsight_counts_what_a_smaller_k_would_have_accepted():
-    each = found().hindsight()
-    assert [item.num_speculative_tokens for item in each] == [0, 1, 2, 3, 4]
-    for k, item in enumerate(each):
-        assert item.tokens_per_step == pytest.approx(sum(min(a, k) + 1 for a in ACCEPTED) / 6)
+def sections(found):
+    return {section.heading: section for section in write_lessons(found)}
+
+
+OTHERWISE = "What would have happened otherwise"
+
+
+def test_another_k_counts_what_it_would_have_accepted():
+    found = measured()
+    for k in range(5):
+        tokens = 1.0 + sum(found.depths[:k])
+        assert tokens == pytest.approx(sum(min(a, k) + 1 for a in ACCEPTED) / 6)
+        low, high = 0.004, median(step.verify_s for step in STEPS)
+        pass_s = low + (high - low) * k / 4  # linear between the measured numbers of rows
         drafted_s = k * sum(step.draft_s for step in STEPS) / 24
-        assert item.step_s == pytest.approx(
-            drafted_s + median(step.verify_s for step in STEPS) + 0.0005
-        )
+        assert found.estimate_step(k, 1)[0] == pytest.approx(drafted_s + pass_s + 0.0005)
+    text = "\n".join(sections(found)[OTHERWISE].lines)
+    assert "tokens are exact):" in text and text.count("<- best") == 1
 
 
-def test_hindsight_beyond_the_shortest_draft_is_estimated_from_the_steps_that_drafted_as_far():
+def test_another_k_beyond_the_shortest_draft_is_estimated_from_the_steps_that_drafted_as_far():
     """Six steps drafted 4 tokens; two more drafted 1, which was accepted, and one 5."""
     short = [replace(s, num_drafted=1, depth_drafted=1, num_accepted=1) for s in STEPS[:2]]
-    long = replace(STEPS[0], num_drafted=5, depth_drafted=5, num_accepted=5)
-    request = explain_request([*STEPS, *short, long])
-    each = request.hindsight()
-    assert request.least_drafted == 1
-    assert [item.num_speculative_tokens for item in each] == [0, 1, 2, 3, 4]  # 5 was drafted once
+    short = [replace(s, cycle_id=20 + n) for n, s in enumerate(short)]
+    long = replace(STEPS[0], cycle_id=30, num_drafted=5, depth_drafted=5, num_accepted=5)
+    found = measured([*STEPS, *short, long])
     first, second = 8 / 9, 5 / 6  # the steps that drafted two and accepted the first: 2 4 4 3 1, 5
-    assert each[1].tokens_per_step == pytest.approx(1 + first)
-    assert each[2].tokens_per_step == pytest.approx(1 + first + first * second)
-    text = "\n".join(in_words(request, []))
+    assert found.depths[:2] == pytest.approx([first, first * second])
+    assert len(found.depths) == 4  # 5 was drafted once
+    text = "\n".join(sections(found)[OTHERWISE].lines)
     assert "tokens are exact up to K = 1, estimated beyond" in text
 
 
-def test_trees_have_no_hindsight_of_chains():
-    tree = [replace(step, num_drafted=7, depth_drafted=4) for step in STEPS]
-    assert explain_request(tree).hindsight() == []
+def test_passes_beyond_the_measured_rows_have_bounds():
+    found = measured()
+    rows, times = found.fit_curve()
+    assert rows == [1, 5] and times[0] == 0.004
+    assert found.estimate_pass(10) == pytest.approx((times[1], 2 * times[1]))
+    assert found.estimate_pass(3)[0] == pytest.approx((times[0] + times[1]) / 2)
+
+
+def test_every_section_asks_what_its_figures_answer():
+    found = sections(measured())
+    assert len(found) == 5
+    for section in found.values():
+        question = section.question
+        assert question is None or len(set(question.options)) == len(question.options) == 3
+    assert found["Why one pass checks several tokens"].question.right == "6.50 ms"
+    lost = found["What a draft that is not kept costs"]
+    assert "17% of the steps that drafted kept nothing, 17% one token" in " ".join(lost.lines)
+    assert "expected" in found["Whether the text is still the target's"].question.right
+
+
+def test_the_verifier_that_is_shown_keeps_too_much():
+    found = measure_steps(read_trace(LENIENT))
+    assert found.counts.num_accepted > found.expected + 4.0 * math.sqrt(found.squares)
+
+
+def test_what_is_not_in_the_trace_is_left_out():
+    trees = [replace(step, num_drafted=7, depth_drafted=4) for step in STEPS]
+    for steps in (STEPS, trees):  # no plain steps; rows of trees
+        assert list(sections(measure_steps(steps))) == [
+            "How far drafts are kept",
+            "Whether the text is still the target's",
+        ]
+    assert not sections(measure_steps([OTHER], "r"))
 
 
 def test_a_tree_is_told_depth_by_depth():
@@ -129,25 +173,25 @@ def test_a_tree_is_told_depth_by_depth():
         path_ranks=(2,),
         path_children=(3, 2),
     )
-    text = "\n".join(in_words(found(), [step]))
-    assert "depth 1: number 2 of 3 siblings accepted (id 100)" in text
+    text = "\n".join(in_words(found(), [step], decode))
+    assert "depth 1: number 2 of 3 siblings accepted 'token 100'" in text
     assert "depth 2: none of 2 siblings accepted" in text
     assert "2 other nodes: not reached" in text
     whole = replace(step, num_accepted=2, path_ranks=(1, 1), path_children=(3, 2, 0))
-    text = "\n".join(in_words(found(), [whole]))
+    text = "\n".join(in_words(found(), [whole], decode))
     assert "none of" not in text
-    assert "depth 2: number 1 of 2 siblings accepted (id 101)" in text
+    assert "depth 2: number 1 of 2 siblings accepted 'token 101'" in text
 
 
 def test_the_figures_of_the_page_are_those_of_the_records():
-    text = "\n".join(in_words(found(), found().steps))
+    text = "\n".join(in_words(found(), found().steps, decode))
     assert "20 tokens in 6 steps" in text
     assert "24 tokens drafted, 14 kept; 3.333 tokens per drafting step" in text
     assert re.findall(r"Verification kept (\d)", text) == [str(a) for a in ACCEPTED]
     drafted = re.findall(r"of at most 4 in ([0-9.]+) ms", text)
     assert drafted == [f"{step.draft_s * 1e3:.2f}" for step in STEPS]
-    assert "(id 100)" in text
-    assert text.count("<- best") == 1
+    assert "token 1: accepted 'token 100'" in text and "from the same pass: 'token 102'" in text
+    assert "token 100" not in "\n".join(in_words(found(), found().steps))  # ids tell nothing
 
 
 def test_a_plain_step_is_explained():
@@ -199,23 +243,37 @@ def test_the_work_grows_with_the_number_of_requests_and_not_its_square():
     assert Counting.num_compared < 2000
 
 
-def test_deep_drafts_are_counted_once(monkeypatch):
-    num_read = 0
-    survival = AcceptanceCounts.survival
-
-    def read(counts):
-        nonlocal num_read
-        num_read += 1
-        return survival.fget(counts)
-
-    monkeypatch.setattr(AcceptanceCounts, "survival", property(read))
-    deep = replace(STEP, num_drafted=500, depth_drafted=500, k_budget=500, num_accepted=2)
-    assert len(explain_request([deep]).hindsight()) == 501
-    assert num_read == 1
-
-
 def test_messages_name_few_requests_and_cut_long_ids():
     many = [replace(STEP, request_id=f"{n}" * 1000) for n in range(20)]
     with pytest.raises(InvalidTrace, match=r"no steps of request 'x'; there are: 0000") as caught:
         explain_request(many, "x")
     assert len(str(caught.value)) < 1000
+
+
+def test_the_quiz_marks_answers(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "trace.jsonl"
+    with open_trace(path) as writer:
+        for record in (HEADER, *STEPS, REQUEST):
+            writer.add(record)
+    given = iter(["x", "a", "b"])
+    monkeypatch.setattr("builtins.input", lambda _: next(given))
+    assert main(["explain", str(path), "--quiz"]) == 0
+    text = capsys.readouterr().out
+    assert "answer with one of a, b, c" in text
+    assert text.count("Question") == 2 and " of 2 answers were right." in text
+    assert main(["explain", str(path), "--quiz", "--step", "2"]) == 2
+
+
+def test_text_in_place_of_ids(tmp_path, capsys):
+    """The tokenizer of a shipped target makes text of the ids that a trace holds."""
+    path = tmp_path / "trace.jsonl"
+    files = ModelFiles.find("zoo:code-2m")
+    header = replace(HEADER, target="zoo:code-2m", tokenizer_hash=files.tokenizer_hash)
+    ids = tuple(files.tokenizer.encode("def area")[:3])
+    step = replace(STEP, num_accepted=len(ids) - 1, num_emitted=len(ids), token_ids=ids)
+    for other, is_text in ((header, True), (replace(header, tokenizer_hash="x"), False)):
+        with open_trace(path) as writer:
+            for record in (other, step, REQUEST):
+                writer.add(record)
+        assert main(["explain", str(path), "--step", "2"]) == 0
+        assert ("area" in capsys.readouterr().out) == is_text

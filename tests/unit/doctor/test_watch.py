@@ -10,6 +10,7 @@ from threading import Thread
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from forerun.cli.main import main
 from forerun.client import door
@@ -18,11 +19,13 @@ from forerun.doctor.watch import (
     PROMPT_TOKENS,
     TIME_PER_TOKEN,
     WatchState,
+    estimate_load,
     observe,
     watch_text,
+    write_message,
 )
 from forerun.errors import InvalidRequest, UnreadableInput
-from forerun.trace.change_points import Cusum, watch_position
+from forerun.trace.change_points import Cusum, Growth, LoadCurve, sample_positions
 
 K = 3
 
@@ -43,8 +46,18 @@ class Server:
     def restart(self) -> None:
         self.drafts, self.accepted = 0, [0] * K
         self.seconds = self.requests = self.prompt = 0.0
+        self.running: int | None = 8
 
-    def serve(self, acceptance: float, *, num: int = 30, tpot_s: float = 0.02, prompt: int = 500):
+    def serve(
+        self,
+        acceptance: float,
+        *,
+        num: int = 30,
+        tpot_s: float = 0.02,
+        prompt: int = 500,
+        running: int | None = 8,
+    ):
+        self.running = running
         for _ in range(num):
             noise = torch.randn(4, generator=self.generator).tolist()
             rate = min(0.99, max(0.01, acceptance + 0.1 * noise[0]))
@@ -71,6 +84,8 @@ class Server:
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}'
             for i, n in enumerate(self.accepted)
         ]
+        if self.running is not None:
+            lines.append(f"vllm:num_requests_running {self.running}")
         return "\n".join(lines) + "\n"
 
 
@@ -81,28 +96,59 @@ def read(page: str):
     return found.metrics
 
 
-def watched(state, server, polls, **traffic):
+def watched(state, server, polls, at_s=1e9, **traffic):
     found = []
-    for _ in range(polls):
+    for number in range(polls):
         server.serve(**traffic)
-        found += observe(state, read(server.page), 1e9)
+        found += observe(state, read(server.page), at_s + 10.0 * number)
     return found
+
+
+def alarms(found):
+    return [each for each in found if each.kind == "alarm" and each.resolved_s is None]
 
 
 def test_a_stable_server_gives_no_alarm():
     assert watched(WatchState(source="s"), Server(), 600, acceptance=0.74) == []
 
 
-def test_a_fall_of_acceptance_is_noticed_within_200_requests():
+def test_a_fall_at_all_positions_is_one_alarm_within_200_requests():
     state, server = WatchState(source="s"), Server()
     assert watched(state, server, 100, acceptance=0.74) == []
-    found = watched(state, server, 6, acceptance=0.47)  # of 30 requests
-    first = next(change for change in found if change.series == "acceptance at position 1")
+    (found,) = watched(state, server, 6, 2e9, acceptance=0.47)  # of 30 requests
+    first, *others = found.changes
+    assert first.series == "acceptance at position 1"
     assert first.before == pytest.approx(0.74, abs=0.02)
     assert first.now == pytest.approx(0.47, abs=0.06)
-    assert "fell from 0.7" in first.words
-    assert state.num_changes == len(found) == len(state.changes)
-    assert all(first.causes for first in found)
+    assert len(others) == K - 1
+    assert "position 1 fell from 0.7" in found.words and found.words.endswith("(so did 2, 3)")
+    assert found.causes
+    assert watched(state, server, 200, 2e9 + 60, acceptance=0.47) == []
+    assert state.watcher.num_alarms == len(state.watcher.incidents) == 1
+
+
+def test_a_return_to_the_usual_level_resolves_the_alarm():
+    state, server = WatchState(source="s"), Server()
+    watched(state, server, 100, acceptance=0.74)
+    (alarm,) = watched(state, server, 20, 2e9, acceptance=0.47)
+    found = watched(state, server, 20, 3e9, acceptance=0.74)
+    assert found == [alarm]
+    assert alarm.resolved_s > 3e9 and alarm.words.startswith("back at the usual level")
+    opened = write_message("s", replace(alarm, resolved_s=None))
+    closed = write_message("s", alarm)
+    assert opened["id"] == closed["id"] != write_message("t", alarm)["id"]
+    assert (opened["event"], closed["event"]) == ("alarm", "resolved")
+    assert len(alarms(watched(state, server, 20, 4e9, acceptance=0.47))) == 1
+
+
+@pytest.mark.parametrize("traffic", [{"acceptance": 0.9}, {"acceptance": 0.74, "tpot_s": 0.012}])
+def test_an_improvement_is_a_note_and_its_end_is_no_alarm(traffic):
+    state, server = WatchState(source="s"), Server()
+    watched(state, server, 100, acceptance=0.74)
+    (note,) = watched(state, server, 80, 2e9, **traffic)
+    assert note.kind == "note" and not any(change.is_worse for change in note.changes)
+    assert watched(state, server, 80, 3e9, acceptance=0.74) == []
+    assert state.watcher.num_alarms == 0
 
 
 @pytest.mark.parametrize(
@@ -112,9 +158,81 @@ def test_a_fall_of_acceptance_is_noticed_within_200_requests():
 def test_other_figures_are_watched(traffic, series):
     state, server = WatchState(source="s"), Server()
     assert watched(state, server, 80, acceptance=0.74) == []
-    assert {change.series for change in watched(state, server, 8, acceptance=0.74, **traffic)} == {
-        series
+    (found,) = watched(state, server, 8, acceptance=0.74, **traffic)
+    assert {change.series for change in found.changes} == {series}
+
+
+def test_changes_soon_after_an_alarm_belong_to_it():
+    state, server = WatchState(source="s"), Server()
+    watched(state, server, 100, acceptance=0.74)
+    (alarm,) = watched(state, server, 20, 2e9, acceptance=0.74, prompt=3000)
+    assert watched(state, server, 20, 2e9 + 600, acceptance=0.47, prompt=3000) == []
+    assert {change.series for change in alarm.changes} >= {
+        PROMPT_TOKENS,
+        "acceptance at position 1",
     }
+    later = watched(state, server, 20, 2e9 + 9000, acceptance=0.47, prompt=3000, tpot_s=0.05)
+    assert [change.series for each in later for change in each.changes] == [TIME_PER_TOKEN]
+
+
+def waves(number):
+    """Running requests and seconds per token of a server with waves of load."""
+    running = round(20 + 18 * math.sin(number / 25))
+    return {"acceptance": 0.74, "running": running, "tpot_s": 0.01 * (1 + running / 10)}
+
+
+def test_waves_of_load_are_no_changes_and_a_slower_engine_is():
+    state, server = WatchState(source="s"), Server()
+    for number in range(1000):
+        assert watched(state, server, 1, 1e9 + number, **waves(number)) == []
+    found = []
+    for number in range(1000, 1060):
+        slower = waves(number) | {"tpot_s": 1.4 * waves(number)["tpot_s"]}
+        found += watched(state, server, 1, 1e9 + number, **slower)
+    ((change,),) = (each.changes for each in found)
+    assert change.series == TIME_PER_TOKEN
+    assert change.now / change.before == pytest.approx(1.4, abs=0.1)
+
+
+def test_the_load_is_the_rate_of_tokens_times_their_time():
+    names = "vllm:request_time_per_output_token_seconds"
+    pages = [
+        read(f"vllm:generation_tokens_total {n}\n{names}_sum {n / 5000}\n{names}_count {n / 100}\n")
+        for n in (1000, 5000)
+    ]
+    grown = pages[1].since(pages[0])
+    assert estimate_load(*pages, grown, 10.0) == pytest.approx(400 * 0.02)  # tokens/s, s
+    for gauge in ("vllm:num_requests_running 3\n", "vllm:num_requests_running 5\n"):
+        pages = [*pages[1:], read(gauge)]
+    assert estimate_load(*pages, pages[1].since(pages[0]), 10.0) == 4
+    assert estimate_load(pages[0], read("x 1\n"), read("x 1\n"), 10.0) is None
+
+
+def test_times_alone_raise_no_alarm():
+    state, server = WatchState(source="s"), Server()
+    watched(state, server, 100, acceptance=0.74, running=None)
+    assert watched(state, server, 50, 2e9, acceptance=0.74, tpot_s=0.2, running=None) == []
+
+
+def test_a_load_never_seen_before_is_slower_at_most_in_proportion():
+    curve = LoadCurve()
+    for _ in range(20):
+        curve.learn(4.0, math.log(0.02))
+        curve.learn(8.0, math.log(0.03))
+    for load, low, high in ((4, 0.02, 0.02), (16, 0.03, 0.06), (2, 0.01, 0.02)):
+        assert curve.find_bounds(load) == pytest.approx((math.log(low), math.log(high)))
+    assert LoadCurve().find_bounds(3.0) is None
+
+
+def test_a_short_history_gives_a_weaker_word_and_needs_more_for_an_alarm():
+    state, server = WatchState(source="s"), Server()
+    assert watched(state, server, 15, acceptance=0.74) == []  # some 15,000 drafts
+    found = watched(state, server, 6, 2e9, acceptance=0.47)
+    assert [each.kind for each in found] == ["possible"]
+    assert "may have changed" in found[0].words
+    assert [each.kind for each in watched(state, server, 40, 2e9 + 60, acceptance=0.47)] == [
+        "alarm"
+    ]
 
 
 def test_a_restart_of_the_server_or_of_the_watch_is_no_change():
@@ -123,7 +241,7 @@ def test_a_restart_of_the_server_or_of_the_watch_is_no_change():
     server.restart()
     state = msgspec.json.decode(msgspec.json.encode(state), type=WatchState)
     assert watched(state, server, 100, acceptance=0.74) == []
-    assert watched(state, server, 10, acceptance=0.47)
+    assert watched(state, server, 10, 2e9, acceptance=0.47)
 
 
 def test_a_page_of_no_engine_is_refused():
@@ -136,36 +254,36 @@ def test_a_server_that_was_just_started_is_watched():
     state = WatchState(source="s")
     assert observe(state, read("vllm:num_requests_running 0\n"), 0.0) == []
     assert watched(state, Server(), 100, acceptance=0.74) == []
-    assert state.series["acceptance at position 1"].num > 60
+    assert state.watcher.series["acceptance at position 1"].level.num > 60
 
 
 def test_the_spread_between_requests_is_learned():
-    """The same deviation alarms where batches hardly vary, and not where they vary as much."""
-    for noise, alarms in ((0.001, True), (0.1, False)):
-        cusum, found = Cusum(min_size=10), []
+    """The same deviation is evidence where batches hardly vary, and not where they vary as much."""
+    for noise, is_evidence in ((0.001, True), (0.1, False)):
+        cusum = Cusum()
         for number in range(100):
-            cusum.add("s", 5 + 10 * noise * (-1) ** number, 10, 0.0)
+            cusum.add(Growth("s", 5 + 10 * noise * (-1) ** number, 10, 10), 0.0)
         for _ in range(20):
-            found.append(cusum.add("s", 5.6, 10, 1.0))
-        assert any(found) == alarms
+            cusum.add(Growth("s", 5.6, 10, 10), 1.0)
+        assert (cusum.evidence > 1.0) == is_evidence
 
 
 def test_positions_far_behind_are_not_watched():
-    series: dict[str, Cusum] = {}
-    watch_position(series, 9, 1, 10, 0.0)
-    assert series == {}
+    assert len(sample_positions(range(20, 0, -1), [30] * 20)) == 8
 
 
 def test_the_state_as_prometheus_text():
     state, server = WatchState(source="s"), Server()
     watched(state, server, 100, acceptance=0.74)
-    watched(state, server, 10, acceptance=0.47)
+    watched(state, server, 10, 2e9, acceptance=0.47)
     text = watch_text(state)
-    assert f"forerun_watch_change_points_total {state.num_changes}" in text
-    assert 'forerun_watch_last_change_seconds{series="acceptance at position 1"} 1000000000' in text
+    assert "forerun_watch_change_points_total 1\n" in text
+    assert "forerun_watch_open_incidents 1\n" in text
+    assert 'forerun_watch_last_change_seconds{series="acceptance at position 1"} 20000000' in text
 
 
-def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys):
+def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORERUN_HOOK_HEADER", "X-Token: of-the-hook")
     page, state = tmp_path / "page.prom", tmp_path / "state.json"
     out, server, sent = tmp_path / "watch.prom", Server(), []
     refuse = [True]
@@ -173,6 +291,7 @@ def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys):
     class Hook(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            assert self.headers["X-Token"] == "of-the-hook"
             if not refuse[0]:
                 sent.append(json.loads(body))
             self.send_response(503 if refuse[0] else 200)
@@ -199,9 +318,11 @@ def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys):
         assert not sent  # the hook was busy
         refuse[0] = False
         once(0.47)
-        assert [change["series"] for change in sent] == [change["series"] for change in printed]
-        once(0.47)
-        assert len(sent) == len(printed)
+        assert sent == printed and len(sent) == 1
+        assert [once(0.74) for _ in range(20)] == [0] * 20
+        assert [each["event"] for each in sent] == ["alarm", "resolved"]
+        assert sent[0]["id"] == sent[1]["id"]
+        assert "of-the-hook" not in json.dumps(sent) + state.read_text()
     finally:
         hook.shutdown()
         hook.server_close()
@@ -213,12 +334,15 @@ def test_the_command_remembers_and_sends_each_change_once(tmp_path, capsys):
     [
         (("--interval-s", "0"), "--interval-s is 0.0"),
         (("--hook", "pager"), "--hook must be an address"),
+        (("--hook", "http://h/"), "FORERUN_HOOK_HEADER must hold a header, such as"),
     ],
 )
-def test_unusable_options_are_refused(tmp_path, capsys, flags, message):
+def test_unusable_options_are_refused(tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.setenv("FORERUN_HOOK_HEADER", "s3cr3t")
     state = str(tmp_path / "state.json")
     assert main(["diagnose", "--watch", str(tmp_path / "none"), "--state", state, *flags]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and "s3cr3t" not in error
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"source": 3}', '{"source": "other"}'])
@@ -270,7 +394,8 @@ def test_secrets_of_addresses_are_neither_printed_nor_stored_nor_sent(
         keys.append(headers["Authorization"])
         return server.page.encode()
 
-    def posted(url, content, seconds):
+    def posted(url, content, seconds, headers):
+        assert headers == {}
         assert url == SECRET_URL
         sent.append(content)
         raise UnreadableInput("busy")

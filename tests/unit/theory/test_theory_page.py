@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGES = tuple(DOCS / f"{name}.md" for name in ("theory", "exactness", "claims"))
+PAGES = tuple(DOCS / f"{name}.md" for name in ("understand", "exactness", "claims"))
 CLAIMS = PAGES[-1]
 PART = re.compile(
     r"^```python\n(?P<code>.*?)^```$|^#+ (?P<heading>[^\n]*)$", re.DOTALL | re.MULTILINE
