@@ -32,7 +32,9 @@ class FactKind:
     Attributes:
         type: number, list of numbers, yes or no, word, or list of words.
         definition: what it is; readers convert figures that an engine defines otherwise.
-        inside: whether it takes a look into engine, draft or benchmark, so that few know it.
+        who: who knows it most often: a user, an operator with logs, or a developer.
+        ask: the question about it in plain words; "" where it is not asked about.
+        numbers: figures that are asked for beside it.
     """
 
     name: str
@@ -42,7 +44,9 @@ class FactKind:
     low: float = 0.0
     high: float | None = None
     choices: tuple[str, ...] = ()
-    inside: bool = False
+    who: Literal["user", "operator", "developer"] = "developer"
+    ask: str = ""
+    numbers: tuple[str, ...] = ()
 
 
 GROUPS: Mapping[str, tuple[FactKind, ...]] = {
@@ -54,6 +58,17 @@ FACTS: Mapping[str, FactKind] = {kind.name: kind for group in GROUPS.values() fo
 
 Value = bool | float | str | tuple[float, ...] | tuple[str, ...]
 
+WROTE = "you wrote: "
+"""Beginning of the source of a fact that was read from words; the sentence follows."""
+
+SETTING = frozenset(
+    {
+        *("method", "k", "temperature", "batch", "context_tokens", "tensor_parallel"),
+        *("target_moe", "target_recurrent", "target_quantised", "draft_quantised"),
+        *("adaptive_k", "grammar_used"),
+    }
+)
+"""Facts that describe the set-up: a sentence that states no others was not understood."""
 COUNTS = frozenset(
     {"num_drafts", "num_drafted", "num_accepted", "accepted_per_position", "drafted_per_position"}
 )
@@ -94,16 +109,21 @@ class Fact:
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """Format and completeness of one source that was read."""
+    """Format and completeness of one source that was read.
+
+    Attributes:
+        unread: parts that look as if they mattered and were not understood.
+    """
 
     source: str
     kinds: set[str] = field(default_factory=set)
     num_lines: int = 0
     num_unknown: int = 0
     notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Json]:
-        return asdict(self) | {"kinds": tuple(sorted(self.kinds)), "notes": tuple(self.notes)}
+        return asdict(self) | {"kinds": sorted(self.kinds)}
 
 
 Points = tuple[tuple[str | float, float, float], ...]
@@ -125,6 +145,7 @@ class Evidence:
         disagreements: facts that lost against one of another value.
         series: figures over time, by tag and by K, for the report.
         notes: figures of impossible values, which were left out.
+        supposed: facts that words may mean, which are asked about and not used.
     """
 
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -132,12 +153,13 @@ class Evidence:
     readings: list[Reading] = field(default_factory=list)
     series: dict[str, Points] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    supposed: dict[str, Fact] = field(default_factory=dict)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
         """Add a fact; a value of None is ignored."""
         if value is None:
             return
-        value = _checked_value(name, value)
+        value = check_value(name, value)
         self._keep(Fact(name=name, value=value, source=source, interval=interval))
 
     def _keep(self, fact: Fact) -> None:
@@ -152,6 +174,10 @@ class Evidence:
         except ValueError as error:
             self.notes.append(f"not used: {error} ({source})")
 
+    def suppose(self, fact: Fact) -> None:
+        """Keep what words may mean; the first sentence of a fact stays."""
+        self.supposed.setdefault(fact.name, fact)
+
     def _include(self, other: Evidence) -> None:
         is_counted = not COUNTS.isdisjoint(self.facts)
         for fact in other.facts.values():
@@ -161,6 +187,7 @@ class Evidence:
         self.disagreements += other.disagreements
         self.readings += other.readings
         self.notes += other.notes
+        self.supposed = other.supposed | self.supposed
         self.series = other.series | self.series
 
     def check_counts(self) -> None:
@@ -214,7 +241,8 @@ def merge(*parts: Evidence) -> Evidence:
     return found
 
 
-def _checked_value(name: str, value: object) -> Value:
+def check_value(name: str, value: object) -> Value:
+    """Return a value as the type of its fact; ValueError where it is none."""
     kind = FACTS.get(name)
     if kind is None:
         raise ValueError(f"there is no fact {name[:MAX_WORD]!r}; {_similar_facts(name)}")
