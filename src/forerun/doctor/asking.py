@@ -169,13 +169,14 @@ def next_question(
 def _choose_question(evidence: Evidence, answers: Mapping[str, Answer]) -> tuple[Item, ...]:
     """Return the items of the best question; none where asking should end."""
     shares = _probabilities(evidence)
-    if not answers and not evidence.supposed and not _has_symptom(evidence):
+    scored = score_causes(evidence, CAUSES.values())
+    first = scored[0]
+    is_understood = evidence.supposed or _has_symptom(evidence) or first.is_supported
+    if not answers and not is_understood:
         opening = [name for name in _OPENING if name not in evidence]
         return tuple(_item(evidence, shares, name) for name in opening)
     if decisive := _decisive_words(evidence, answers):
         return (decisive,)
-    scored = score_causes(evidence, CAUSES.values())
-    first = scored[0]
     if shares[first.cause.label] >= SURE:
         return ()
     found = [

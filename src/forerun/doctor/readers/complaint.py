@@ -27,11 +27,12 @@ CLAUSES = re.compile(
 )
 GUESS = re.compile(
     r"\b(?:should|would|could|may|might|perhaps|probably|whether|wonder\w*|want\w*|"
-    r"supposed|in place of|rather than)\b|\?$",
+    r"supposed|in place of|rather than)\b|^(?!.*\bwhy\b).*\?$",
     re.IGNORECASE,
 )
 NEGATION = re.compile(
-    r"\b(?:not|never|no|without|cannot|nor|neither)(?: \w+){0,2} ?$|n['o]t(?: \w+)? ?$",
+    r"\b(?:not|never|no|cannot|nor|neither)(?: \w+){0,2} ?$|\bwithout (?:an?|any)? ?$|"
+    r"n['o]t(?: \w+)? ?$",
     re.IGNORECASE,
 )
 WORDS_OF_NUMBERS = re.compile(
@@ -48,12 +49,15 @@ class Rule:
 
     Attributes:
         facts: names, each with a value or the group of a pattern that has it; "" is a yes.
+        is_guess: whether it is never sure.
         subject: what the first pattern must be said of; None for any.
         absent: a pattern that the sentence must not have.
     """
 
     def __init__(self, facts: str, elements: str) -> None:
-        self.facts = [entry.partition("=")[::2] for entry in facts.split(",")]
+        self.is_guess = facts.startswith("?")
+        entries = facts.removeprefix("?").split(",")
+        self.facts = [entry.partition("=")[::2] for entry in entries]
         first, *others = elements.split(" & ")
         subject, is_of, said = first.rpartition(" > ")
         self.subject = re.compile(subject, re.IGNORECASE) if is_of else None
@@ -84,7 +88,8 @@ class Rule:
                     sentence[start:end], match, start
                 ):
                     yes = not NEGATION.search(sentence[start : match.start()])
-                    yield from self._values(match, yes, not GUESS.search(clause))
+                    sure = not self.is_guess and not GUESS.search(clause)
+                    yield from self._values(match, yes, sure)
         if self.subject is not None and self.subject.search(sentence):
             for match in self.said.finditer(sentence):
                 yield from self._values(match, True, False)
