@@ -7,9 +7,8 @@ decides. Asking ends where answers would hardly change the advice, or after eigh
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from forerun.doctor.diagnosis import (
@@ -24,7 +23,6 @@ from forerun.doctor.evidence import (
     FACTS,
     GROUPS,
     SETTING,
-    WROTE,
     Evidence,
     Value,
     check_value,
@@ -60,9 +58,9 @@ _UNSHOWN = 1.5
 """Log-probability, in nats, that a cause loses if it explains no topic of the complaint."""
 _SHOWS = 1.0
 """Least weight, in nats, of an observation that a cause is said to explain."""
-_TOGETHER = 3
-"""Number of open observations whose joint answers decide whether asking ends."""
-_LEAST_CHANGE = 0.05
+_BEST = 3
+"""Number of open observations whose answers decide whether asking ends."""
+_LEAST_CHANGE = 0.03
 """Asking ends if their answers change the likeliest cause with less than this probability."""
 _WORDS: Mapping[object, bool | None] = {
     **dict.fromkeys(("y", "yes", "true", True), True),
@@ -186,9 +184,9 @@ def _choose_question(evidence: Evidence, answers: Mapping[str, Answer]) -> tuple
     ]
     found = [item for item in found if _chance_known(item) * item.information >= _LEAST]
     found.sort(key=_worth, reverse=True)
-    if not found or (
-        first.is_supported and _chance_of_change(evidence, shares, scored, found) < _LEAST_CHANGE
-    ):
+    best = [item for item in found if FACTS[item.fact].type == "flag"][:_BEST]
+    changes = _chance_of_change(evidence, shares, best)
+    if not found or (first.is_supported and changes < _LEAST_CHANGE):
         return ()
     return _one_screen(found, evidence, answers)
 
@@ -287,7 +285,7 @@ def _decisive_words(evidence: Evidence, answers: Mapping[str, Answer]) -> Item |
     """Return what was read from words, or may be meant by them, that decides the first cause."""
     first = _first_of(evidence)
     for name, fact in (evidence.facts | evidence.supposed).items():
-        if name in answers or name in SETTING or not fact.source.startswith(WROTE):
+        if name in answers or name in SETTING or not fact.sentence:
             continue
         other = Evidence(facts=dict(evidence.facts))
         if other.facts.pop(name, None) is None:
@@ -295,18 +293,8 @@ def _decisive_words(evidence: Evidence, answers: Mapping[str, Answer]) -> Item |
                 continue
             other.facts[name] = fact
         if _first_of(other) != first:
-            return _item_of_words(name, fact.value, fact.source.removeprefix(WROTE))
+            return Item(fact=name, text=fact.doubt, wrote=fact.sentence)
     return None
-
-
-def _item_of_words(name: str, value: Value, sentence: str) -> Item:
-    kind = FACTS[name]
-    meaning = kind.definition
-    if kind.type != "flag":
-        listed = ", ".join(map(str, value)) if isinstance(value, tuple) else f"{value}"
-        meaning = f"{name} ({kind.definition}) is {listed}"
-    text = f'You wrote: "{sentence}" Does this mean that {meaning}?'
-    return Item(fact=name, text=text, wrote=sentence)
 
 
 def _first_of(evidence: Evidence) -> str:
@@ -317,15 +305,12 @@ def _item(evidence: Evidence, shares: Mapping[str, float], name: str) -> Item:
     tests = [item for item in EXPERIMENTS if name in item.yields]
     test = min(tests, key=lambda item: item.minutes, default=None)
     stated = evidence.supposed.get(name)
-    if stated is not None and stated.value is True:
-        wrote = stated.source.removeprefix(WROTE)
-        text = _item_of_words(name, True, wrote).text
-    else:
-        wrote, text = "", FACTS[name].ask
+    if stated is not None and stated.value is not True:
+        stated = None
     return Item(
         fact=name,
-        text=text,
-        wrote=wrote,
+        text=stated.doubt if stated else FACTS[name].ask,
+        wrote=stated.sentence if stated else "",
         information=sum(_information(shares, key) for key in _KEYS[name]),
         minutes=0.0 if test is None else test.minutes,
         how="" if test is None else test.how,
@@ -361,24 +346,15 @@ def _entropy(probability: float) -> float:
 
 
 def _chance_of_change(
-    evidence: Evidence,
-    shares: Mapping[str, float],
-    scored: tuple[ScoredCause, ...],
-    items: list[Item],
+    evidence: Evidence, shares: Mapping[str, float], items: Iterable[Item]
 ) -> float:
-    """Return the probability that answers about the best few items change the likeliest cause."""
-    outcomes = []
-    for item in [item for item in items if FACTS[item.fact].type == "flag"][:_TOGETHER]:
-        known = _chance_known(item)
+    """Return the probability that an answer about one of these items changes the first cause."""
+    first, total = _first_of(evidence), 0.0
+    for item in items:
         yes = sum(share * chance for share, chance in _chances(shares, item.fact))
-        chances = {None: 1.0 - known, True: known * yes, False: known * (1.0 - yes)}
-        outcomes.append([(item.fact, answer, chance) for answer, chance in chances.items()])
-    total = 0.0
-    for answers in itertools.product(*outcomes):
-        supposed, chance = Evidence(facts=dict(evidence.facts)), 1.0
-        for name, answer, probability in answers:
-            supposed.add(name, answer, "supposed")
-            chance *= probability
-        if _first_of(supposed) != scored[0].cause.label:
-            total += chance
+        for answer, chance in ((True, yes), (False, 1.0 - yes)):
+            supposed = Evidence(facts=dict(evidence.facts))
+            supposed.add(item.fact, answer, "supposed")
+            if _first_of(supposed) != first:
+                total += _chance_known(item) * chance
     return total

@@ -567,6 +567,7 @@ class Diagnosis:
             "evidence": {fact.name: fact.to_dict() for fact in evidence},
             "disagreements": [{"fact": f.name, **f.to_dict()} for f in evidence.disagreements],
             "sources": [reading.to_dict() for reading in evidence.readings],
+            "supposed": {fact.name: fact.source for fact in evidence.supposed.values()},
         }
 
 

@@ -96,6 +96,22 @@ class Fact:
     def definition(self) -> str:
         return FACTS[self.name].definition
 
+    @property
+    def sentence(self) -> str:
+        """The sentence that the fact was read from; "" where it was not read from words."""
+        return self.source.removeprefix(WROTE) if self.source.startswith(WROTE) else ""
+
+    @property
+    def doubt(self) -> str:
+        """The question whether the fact is what its sentence means."""
+        meaning = self.definition
+        if self.value is not True:
+            listed = (
+                ", ".join(map(str, self.value)) if isinstance(self.value, tuple) else self.value
+            )
+            meaning = f"{self.name} ({meaning}) is {listed}"
+        return f'You wrote: "{self.sentence}" Does this mean that {meaning}?'
+
     def to_dict(self) -> dict[str, Json]:
         ends: Json = None if self.interval is None else (self.interval.low, self.interval.high)
         return {
