@@ -60,8 +60,9 @@ _SHOWS = 1.0
 """Least weight, in nats, of an observation that a cause is said to explain."""
 _BEST = 3
 """Number of open observations whose answers decide whether asking ends."""
-_LEAST_CHANGE = 0.03
-"""Asking ends if their answers change the likeliest cause with less than this probability."""
+_LEAST_CHANGE = 0.01
+"""Asking ends if their answers change the likeliest cause with less than this probability, times
+the number of questions before."""
 _WORDS: Mapping[object, bool | None] = {
     **dict.fromkeys(("y", "yes", "true", True), True),
     **dict.fromkeys(("n", "no", "false", False), False),
@@ -156,7 +157,7 @@ def next_question(
     given: dict[str, Answer] = {}
     for number in range(MAX_QUESTIONS):
         known = diagnose(with_answers(evidence, given)).evidence
-        question = _choose_question(known, given)
+        question = _choose_question(known, given, number)
         still_open = tuple(item for item in question if item.fact not in answers)
         if still_open or not question:
             return number, still_open
@@ -164,7 +165,9 @@ def next_question(
     return MAX_QUESTIONS, ()
 
 
-def _choose_question(evidence: Evidence, answers: Mapping[str, Answer]) -> tuple[Item, ...]:
+def _choose_question(
+    evidence: Evidence, answers: Mapping[str, Answer], number: int
+) -> tuple[Item, ...]:
     """Return the items of the best question; none where asking should end."""
     shares = _probabilities(evidence)
     scored = score_causes(evidence, CAUSES.values())
@@ -186,7 +189,7 @@ def _choose_question(evidence: Evidence, answers: Mapping[str, Answer]) -> tuple
     found.sort(key=_worth, reverse=True)
     best = [item for item in found if FACTS[item.fact].type == "flag"][:_BEST]
     changes = _chance_of_change(evidence, shares, best)
-    if not found or (first.is_supported and changes < _LEAST_CHANGE):
+    if not found or (number and changes < _LEAST_CHANGE * number):
         return ()
     return _one_screen(found, evidence, answers)
 

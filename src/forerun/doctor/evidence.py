@@ -65,7 +65,7 @@ SETTING = frozenset(
     {
         *("method", "k", "temperature", "batch", "context_tokens", "tensor_parallel"),
         *("target_moe", "target_recurrent", "target_quantised", "draft_quantised"),
-        *("adaptive_k", "grammar_used"),
+        *("adaptive_k", "grammar_used", "changed", "draft_self_trained", "template_has_modes"),
     }
 )
 """Facts that describe the set-up: a sentence that states no others was not understood."""

@@ -88,8 +88,7 @@ class Rule:
                     sentence[start:end], match, start
                 ):
                     yes = not NEGATION.search(sentence[start : match.start()])
-                    sure = not self.is_guess and not GUESS.search(clause)
-                    yield from self._values(match, yes, sure)
+                    yield from self._values(match, yes, not GUESS.search(clause))
         if self.subject is not None and self.subject.search(sentence):
             for match in self.said.finditer(sentence):
                 yield from self._values(match, True, False)
@@ -109,7 +108,7 @@ class Rule:
     ) -> Iterator[tuple[str, Value, bool]]:
         groups = [group for group in match.groups() if group is not None]
         for name, value in self.facts:
-            sure = sure or name in SETTING
+            sure = not self.is_guess and (sure or name in SETTING)
             if not value:
                 yield name, yes, sure
             elif "\\" not in value:
