@@ -25,6 +25,7 @@ SENTENCES = re.compile(r"(?<=[.!?])\s+|\n+")
 CLAUSES = re.compile(
     r"[;:(]|, (?:but|and|so|yet|with) |\b(?:while|whereas|although|though|despite|but|because)\b"
 )
+BUT = re.compile(r"\b(?:but|while|whereas|although|though)\b", re.IGNORECASE)
 GUESS = re.compile(
     r"\b(?:should|would|could|may|might|perhaps|probably|whether|wonder\w*|want\w*|"
     r"supposed|in place of|rather than)\b|^(?!.*\bwhy\b).*\?$",
@@ -173,7 +174,7 @@ def read_complaint(text: str) -> Evidence:
         short = sentence.strip()[:MAX_SENTENCE]
         plain = WORDS_OF_NUMBERS.sub(lambda word: NUMBERS[word[0].lower()], short)
         stated = [entry for rule in rules("symptoms") for entry in rule.statements(plain)]
-        if short and not any(is_sure and name not in SETTING for name, _, is_sure in stated):
+        if short and not _is_understood(short, stated):
             evidence.readings[0].unread.append(short)
         for name, value, is_sure in stated:
             if is_sure:
@@ -187,6 +188,12 @@ def read_complaint(text: str) -> Evidence:
             "low, slow or wrong and what it depends on, or give --observed NAME"
         )
     return evidence
+
+
+def _is_understood(sentence: str, stated: list[tuple[str, Value, bool]]) -> bool:
+    """Whether a sentence surely states a symptom, or figures without a contrast to others."""
+    sure = [value for name, value, is_sure in stated if is_sure and name not in SETTING]
+    return any(isinstance(value, bool) for value in sure) or bool(sure and not BUT.search(sentence))
 
 
 def _keep_sure(evidence: Evidence, sure: dict[str, dict[Value, str]]) -> None:
