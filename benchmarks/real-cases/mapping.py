@@ -6,15 +6,11 @@ after the fix, and lines that quote them are not looked at.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from forerun.doctor.evidence import Evidence, merge
-from forerun.doctor.readers.sources import observations_in, read_text
-
-__all__ = ["evidence_of"]
+from forerun.doctor.evidence import Evidence
 
 Case = Mapping[str, object]
 
@@ -61,26 +57,6 @@ AFTER = re.compile(r"after|fix|patched|this pr|proposed|with pr", re.IGNORECASE)
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 WINDOW = re.compile(r"max_position_embeddings ?= ?(\d+)|(?:window|trained (?:on|for)) (\d{3,6})")
 BEYOND = re.compile(r"> ?(\d{3,6})|above (\d{1,3})k\b|beyond (\d{3,6})")
-
-
-def evidence_of(case: Case) -> Evidence:
-    """Evidence of a case."""
-    fields = case.get("evidence")
-    known = fields if isinstance(fields, Mapping) else {}
-    other = known.get("other") if isinstance(known.get("other"), Mapping) else {}
-    assert isinstance(other, Mapping)
-    evidence = Evidence()
-    lines = lines_before(case, after_values(known, other))
-    text = read_text(io.BytesIO("\n".join(lines).encode()), "log lines")
-    for name, value in facts_of(known, other):
-        say(evidence, name, value, "case fields")
-    evidence = merge(evidence, text)
-    words = " . ".join([str(case.get("symptom", "")), *lines, *notes_of(other)])
-    for name, value in observations_in(words):
-        if name not in evidence:
-            say(evidence, name, value, "symptom")
-    add_contrasts(evidence, known, other)
-    return evidence
 
 
 def say(evidence: Evidence, name: str, value: object, source: str) -> None:
@@ -215,12 +191,3 @@ def lines_before(case: Case, after: frozenset[str]) -> list[str]:
         if not quoted and not AFTER.search(str(line)):
             kept.append(str(line))
     return kept
-
-
-def notes_of(other: Case) -> list[str]:
-    """Remarks beside the figures, in words."""
-    return [
-        f"{name}: {value}"
-        for name, value in other.items()
-        if isinstance(value, str | bool) and not AFTER.search(name)
-    ]

@@ -17,11 +17,12 @@ from forerun.cli.probe import ProbeFlags, probe_pair
 from forerun.cli.tables import SafeConsole
 from forerun.cli.watch import Watch, WatchFlags, watch
 from forerun.errors import InvalidRequest
+from forerun.terminal_text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forerun.doctor.asking import Observation
+    from forerun.doctor.asking import Answer, Item
     from forerun.doctor.diagnosis import Diagnosis, ScoredCause
     from forerun.doctor.evidence import Evidence
     from forerun.theory.cost import CostTable
@@ -71,12 +72,11 @@ class DiagnoseOptions:
     html: Path | None = None
     """Write a self-contained page."""
     ask: bool = False
-    """Ask what would tell the most about the cause, up to six observations at once, until further
-    answers would hardly change the advice. With --json: print the next question or the verdict,
-    and end."""
+    """Ask what would tell the most about the cause, at most eight questions, until answers would
+    hardly change the advice. With --json: print the next question or the verdict, and end."""
     answers: Path | None = None
-    """With --ask: a JSON object of answers so far, in the order of asking, such as
-    {"output_differs": "no", "slower_with_batch": "unknown"}."""
+    """With --ask: a JSON object of answers so far, such as
+    {"output_differs": "no", "tokens_per_s": 61, "slower_with_batch": "unknown"}."""
 
     probing: ProbeFlags = field(default_factory=ProbeFlags)
     watching: WatchFlags = field(default_factory=WatchFlags)
@@ -135,21 +135,20 @@ def run(options: DiagnoseOptions) -> int:
 
     evidence = gathered(options)
     further: dict[str, object] = {}
-    likeliest: tuple[ScoredCause, ...] = ()
     if options.ask:
         answers = _read_answers(options.answers)
-        question = _ask(evidence, answers, is_interactive=not options.json)
-        further["num_asked"] = len(answers)
+        number, question = _ask(evidence, answers, is_interactive=not options.json)
+        further["num_asked"] = number
         if question and options.json:
             print(json.dumps({"question": [item.to_dict() for item in question]} | further))
             return Exit.INSUFFICIENT
-        likeliest = likeliest_causes(with_answers(evidence, answers))
+        evidence = with_answers(evidence, answers)
+    diagnosis = diagnose(evidence, costs_of(options))
+    likeliest = likeliest_causes(diagnosis.evidence) if options.ask else ()
+    if likeliest:
         further["likeliest"] = [
             {"label": item.cause.label, "score": item.score} for item in likeliest
         ]
-        for name, answer in answers.items():
-            evidence.add(name, answer, "answered")
-    diagnosis = diagnose(evidence, costs_of(options))
     if options.html is not None:
         from forerun.doctor.words import page_of
 
@@ -188,7 +187,9 @@ def gathered(options: DiagnoseOptions) -> Evidence:
             evidence.add(name, value, "given on the command line")
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-    sources = [read(source, is_asking=options.ask) for source in options.sources]
+    sources = [read(source) for source in options.sources]
+    # What was measured or noted goes before what was read from a complaint.
+    sources.sort(key=lambda source: "words" in source.readings[0].kinds)
     if options.probing.probe:
         sources.append(probe_pair(options.probing, options.k, options.batch, options.temperature))
     evidence = merge(evidence, *sources)
@@ -207,34 +208,39 @@ def gathered(options: DiagnoseOptions) -> Evidence:
 
 
 def _ask(
-    known: Evidence, answers: dict[str, bool | None], *, is_interactive: bool
-) -> tuple[Observation, ...]:
-    """Ask in the terminal and add to the answers; returns the observations that are still open."""
-    from forerun.doctor.asking import next_question, read_answers, with_answers
+    known: Evidence, answers: dict[str, Answer], *, is_interactive: bool
+) -> tuple[int, tuple[Item, ...]]:
+    """Ask in the terminal and add to the answers; returns how many were asked, and what is open."""
+    from forerun.doctor.asking import MAX_QUESTIONS, next_question
 
-    number = 1
-    while question := next_question(with_answers(known, answers), answers):
-        if not is_interactive:
-            return question
-        print(f"{number}. Which of these hold?")
-        for letter, item in zip("abcdefgh", question, strict=False):
-            how = f" To find out, {item.how} ({item.minutes:g} min)." if item.how else ""
-            print(f"   {letter}) {item.text}?{how}")
-        wanted = "   yes, no or unknown, for each in order or once for all: "
+    while True:
+        number, question = next_question(known, answers)
+        if not question or not is_interactive:
+            return number, question
+        print(f"\nQuestion {number + 1} of at most {MAX_QUESTIONS}")
+        for item in question:
+            try:
+                answers[item.fact] = _prompt(item)
+            except EOFError:
+                print()  # ends the line of the prompt
+                return number, question
+
+
+def _prompt(item: Item) -> Answer:
+    """Ask about one fact until the answer is one."""
+    from forerun.doctor.asking import read_answer
+
+    how = f" To find out ({item.minutes:g} min): {item.how}." if item.how else ""
+    print(printable(f"  {item.text}{how}"))
+    answers = ", ".join(map(str, item.answers)) or "a number"
+    while True:
         try:
-            given = read_answers(input(wanted), len(question))
+            return read_answer(item.fact, input(f"  {answers}, or Enter if you do not know: "))
         except InvalidRequest as error:
-            print(f"   {error}")
-        except EOFError:
-            print()  # ends the line of the prompt
-            return question
-        else:
-            answers |= {item.fact: a for item, a in zip(question, given, strict=True)}
-            number += 1
-    return ()
+            print(f"  {error}")
 
 
-def _read_answers(path: Path | None) -> dict[str, bool | None]:
+def _read_answers(path: Path | None) -> dict[str, Answer]:
     from forerun.bounded_read import read_json
     from forerun.doctor.asking import read_answer
 
@@ -243,7 +249,7 @@ def _read_answers(path: Path | None) -> dict[str, bool | None]:
     found = read_json(path)
     if not isinstance(found, dict):
         raise InvalidRequest(f"--answers {path} must hold a JSON object of names and answers")
-    return {name: read_answer(word) for name, word in found.items()}
+    return {name: read_answer(name, word) for name, word in found.items()}
 
 
 def costs_of(options: DiagnoseOptions) -> CostTable | None:

@@ -1,11 +1,15 @@
-"""Chooses the question whose answer is expected to tell the most about the cause."""
+"""Chooses what to ask a person next: what tells the most of what they are likely to know.
+
+A question is about one fact, in plain words, with how to find out; numbers that belong to it are
+asked for beside it. What was read from a complaint, or may be meant by it, is asked about where it
+decides. Asking ends where answers would hardly change the advice, or after eight questions.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 
 from forerun.doctor.diagnosis import (
     ANY_OTHER,
@@ -15,155 +19,203 @@ from forerun.doctor.diagnosis import (
     diagnose,
     score_causes,
 )
-from forerun.doctor.evidence import FACTS, GROUPS, Evidence, merge, shown
+from forerun.doctor.evidence import (
+    FACTS,
+    GROUPS,
+    SETTING,
+    Evidence,
+    Value,
+    check_value,
+    merge,
+    shown,
+)
 from forerun.errors import InvalidRequest
 from forerun.theory.record import Json
 
-MAX_ANSWERS = 30
-MAX_UNKNOWN = 10
-"""Number of consecutive answers "unknown" after which nothing more is asked."""
-MAX_ITEMS = 5
-"""Most observations that one question asks about."""
+MAX_QUESTIONS = 8
+MAX_ITEMS = 4
+"""Most observations of one screen; numbers may be asked for beside them."""
+_ALSO_WORTH = 0.3
+"""Share of the best observation's worth from which on another one is on its screen."""
 SURE = 0.95
-"""Probability of the first cause from which on nothing more is asked: benchmarks/real-cases says
-how often it is right there."""
+"""Probability of the first cause from which on nothing more is asked."""
+_KNOWN = {"user": 0.6, "operator": 0.25, "developer": 0.06}
+"""Probability that a person can answer, by who knows it most often."""
+_KNOWN_TO_WRITER = 0.9
+"""The same of what the person's own sentence means."""
 _BASE_RATE = 0.08
 """Probability of an observation under a cause that neither supports nor contradicts it."""
 _MINUTES_TO_ANSWER = 20.0
 """Cost of one more question, in minutes, beside the experiment that answers it."""
-_KNOWN_INSIDE = 0.4
-"""Probability that an operator can answer a question about the inside of an engine."""
 _OPENING = (
-    *("acceptance_low", "slower_than_plain", "no_gain", "output_differs", "output_corrupt"),
+    *("acceptance_low", "slower_than_plain", "slowed_down", "output_differs", "output_corrupt"),
     "tools_disagree",
 )
-"""Observations that are asked about first if the complaint names no topic."""
-_LEAST = 0.005
-"""Expected information, in nats, below which no question is asked."""
+"""Observations that are asked about first, on one screen, if the complaint names no topic."""
+_LEAST = 0.002
+"""Expected information of what a person may know, in nats, below which no question is asked."""
 _UNSHOWN = 1.5
 """Log-probability, in nats, that a cause loses if it explains no topic of the complaint."""
 _SHOWS = 1.0
 """Least weight, in nats, of an observation that a cause is said to explain."""
-_TOGETHER = 3
-"""Number of open observations whose joint answers decide whether asking ends."""
-_LEAST_CHANGE = 0.02
-"""Asking ends if their answers change the likeliest cause with less than this probability."""
+_BEST = 3
+"""Number of open observations whose answers decide whether asking ends."""
+_LEAST_CHANGE = 0.01
+"""Asking ends if their answers change the likeliest cause with less than this probability, times
+the number of questions before."""
 _WORDS: Mapping[object, bool | None] = {
     **dict.fromkeys(("y", "yes", "true", True), True),
     **dict.fromkeys(("n", "no", "false", False), False),
     **dict.fromkeys(("u", "unknown", "?", "", None), None),
 }
 
+Answer = Value | None
+"""A value of a fact, yes or no to what was read from words, or None for not known."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """An observation that is asked about, with yes, no or unknown as its answer.
+class Item:
+    """A fact that is asked about.
 
     Attributes:
-        fact: name of the observation.
-        text: its definition.
-        information: expected information about the cause, in nats.
+        fact: its name.
+        text: the question in plain words.
+        information: expected information about the cause, in nats; 0 of a number beside it.
         minutes: duration of the experiment that answers it; 0 where none is needed.
         how: that experiment.
+        wrote: the sentence that seems to state it; "" where none does.
     """
 
     fact: str
     text: str
-    information: float
-    minutes: float
-    how: str
+    information: float = 0.0
+    minutes: float = 0.0
+    how: str = ""
+    wrote: str = ""
 
     @property
-    def worth(self) -> float:
-        """Information per minute, by how likely an answer is."""
-        known = _KNOWN_INSIDE if FACTS[self.fact].inside else 1.0
-        return known * self.information / (_MINUTES_TO_ANSWER + self.minutes)
+    def answers(self) -> tuple[str, ...]:
+        """What may be answered; empty for a number."""
+        kind = FACTS[self.fact]
+        return ("yes", "no") if kind.type == "flag" or self.wrote else kind.choices
 
     def to_dict(self) -> dict[str, Json]:
         """Return JSON-ready values by name."""
-        return {
-            "fact": self.fact,
-            "text": f"Does this hold: {self.text}?",
-            "information": self.information,
-            "minutes": self.minutes,
-            "how": self.how,
-            "answers": ["yes", "no", "unknown"],
-        }
+        return asdict(self) | {"answers": [*self.answers, "unknown"]}
 
 
-def read_answer(word: object) -> bool | None:
-    """Return an answer as true, false, or None for not known.
+def read_answer(fact: str, word: object) -> Answer:
+    """Return the answer about a fact; None for not known.
 
     Raises:
-        InvalidRequest: it is none of these.
+        InvalidRequest: it is no answer, or about no fact that is asked about.
     """
+    if fact not in FACTS:
+        raise InvalidRequest(f"{fact[:60]!r} is no observation or figure that is asked about")
     key = word.strip().lower() if isinstance(word, str) else word
-    if not isinstance(key, str | bool | None) or key not in _WORDS:
+    if isinstance(key, str | bool | None) and key in _WORDS:
+        return _WORDS[key]
+    kind = FACTS[fact].type
+    if kind == "flag":
         raise InvalidRequest(f"{shown(word)} is no answer; answer yes, no or unknown")
-    return _WORDS[key]
+    is_list = kind in ("words", "numbers") and isinstance(word, str)
+    try:
+        return check_value(fact, str(word).replace(",", " ").split() if is_list else word)
+    except ValueError as error:
+        raise InvalidRequest(f"{error}; or answer unknown") from error
 
 
-def read_answers(text: str, number: int) -> tuple[bool | None, ...]:
-    """Return a line's answers about so many observations; a single one counts for all.
-
-    Raises:
-        InvalidRequest: a word is no answer, or there are too many or too few.
-    """
-    found = [read_answer(word) for word in text.replace(",", " ").split() or [""]]
-    if len(found) not in (1, number):
-        raise InvalidRequest(f"{len(found)} answers to {number} observations; give one for each")
-    return tuple(found * number if len(found) == 1 else found)
-
-
-def with_answers(evidence: Evidence, answers: Mapping[str, bool | None]) -> Evidence:
-    """Return a copy of the evidence with the answers and all facts that follow.
-
-    Raises:
-        InvalidRequest: an answer is about no observation.
-    """
-    found = merge(evidence)
+def with_answers(evidence: Evidence, answers: Mapping[str, Answer]) -> Evidence:
+    """Return a copy of the evidence with the answers, which go before what was read from words."""
+    found = Evidence()
     for name, answer in answers.items():
-        if name not in FACTS or FACTS[name].type != "flag":
-            raise InvalidRequest(f"{name[:60]!r} is no observation that is asked about")
-        found.add(name, answer, "answered")
-    return diagnose(found).evidence
+        fact = evidence.facts.get(name, evidence.supposed.get(name))
+        if FACTS[name].type == "flag" or not isinstance(answer, bool):
+            found.note(name, answer, "answered")
+        elif answer and fact is not None:  # yes, the sentence states this number
+            found.note(name, fact.value, "answered")
+    known = merge(evidence)
+    for name, answer in answers.items():
+        if answer is not None:
+            known.facts.pop(name, None)
+            known.supposed.pop(name, None)
+    return merge(found, known)
 
 
 def next_question(
-    evidence: Evidence, answers: Mapping[str, bool | None]
-) -> tuple[Observation, ...]:
-    """Return the observations to ask about together; none where asking should end.
+    evidence: Evidence, answers: Mapping[str, Answer]
+) -> tuple[int, tuple[Item, ...]]:
+    """Return how many questions were answered and what to ask on the next screen, if anything.
 
-    The first one has the most information per cost, the others are the next best ones of its group.
+    Asking depends on nothing but its arguments: the questions before are asked again from the
+    answers.
 
     Args:
-        evidence: with the answers and all facts that follow (`with_answers`).
-        answers: what was asked so far, in order; None where the answer was "unknown".
+        evidence: without the answers.
+        answers: of all questions so far; None where the answer was "unknown".
     """
-    given = list(answers.values())
-    if len(given) >= MAX_ANSWERS or given[-MAX_UNKNOWN:] == [None] * MAX_UNKNOWN:
-        return ()
+    given: dict[str, Answer] = {}
+    for number in range(MAX_QUESTIONS):
+        known = diagnose(with_answers(evidence, given)).evidence
+        question = _choose_question(known, given, number)
+        still_open = tuple(item for item in question if item.fact not in answers)
+        if still_open or not question:
+            return number, still_open
+        given |= {item.fact: answers[item.fact] for item in question}
+    return MAX_QUESTIONS, ()
+
+
+def _choose_question(
+    evidence: Evidence, answers: Mapping[str, Answer], number: int
+) -> tuple[Item, ...]:
+    """Return the items of the best question; none where asking should end."""
     shares = _probabilities(evidence)
     scored = score_causes(evidence, CAUSES.values())
     first = scored[0]
+    is_understood = evidence.supposed or _has_symptom(evidence) or first.is_supported
+    if not answers and not is_understood:
+        opening = [name for name in _OPENING if name not in evidence]
+        return tuple(_item(evidence, shares, name) for name in opening)
+    if decisive := _decisive_words(evidence, answers):
+        return (decisive,)
     if shares[first.cause.label] >= SURE:
         return ()
-    opening = [name for name in _OPENING if name not in evidence and name not in answers]
-    if opening and not answers and not _topics_of(evidence):
-        return tuple(_observation(shares, name) for name in opening)
     found = [
-        _observation(shares, name)
+        _item(evidence, shares, name)
         for name in _ASKED
-        if name not in evidence and name not in answers
+        if name not in answers and name not in evidence
     ]
-    found = [item for item in found if item.information >= _LEAST]
-    found.sort(key=lambda item: -item.worth)
-    if not found or (
-        first.is_supported and _chance_of_change(evidence, shares, scored, found) < _LEAST_CHANGE
-    ):
+    found = [item for item in found if _chance_known(item) * item.information >= _LEAST]
+    found.sort(key=_worth, reverse=True)
+    best = [item for item in found if FACTS[item.fact].type == "flag"][:_BEST]
+    changes = _chance_of_change(evidence, shares, best)
+    if not found or (number and changes < _LEAST_CHANGE * number):
         return ()
-    group = _GROUP_OF[found[0].fact]
-    return tuple(item for item in found if _GROUP_OF[item.fact] == group)[:MAX_ITEMS]
+    return _one_screen(found, evidence, answers)
+
+
+def _one_screen(
+    ranked: list[Item], evidence: Evidence, answers: Mapping[str, Answer]
+) -> tuple[Item, ...]:
+    """Return the best item, others of its group that are worth asking, and its numbers."""
+    best = ranked[0]
+    if FACTS[best.fact].type != "flag":
+        return (best,)
+    items = [
+        item
+        for item in ranked
+        if _GROUP_OF[item.fact] == _GROUP_OF[best.fact]
+        and FACTS[item.fact].type == "flag"
+        and _worth(item) >= _ALSO_WORTH * _worth(best)
+    ]
+    beside = [n for n in FACTS[best.fact].numbers if n not in evidence and n not in answers]
+    return (*items[:MAX_ITEMS], *(Item(fact=name, text=FACTS[name].ask) for name in beside))
+
+
+def _has_symptom(evidence: Evidence) -> bool:
+    """Whether a fact says that something is wrong."""
+    found = (sign.finding(evidence) for sign in CAUSES["healthy"].signs)
+    return any(each is not None and each.weight <= -_SHOWS for each in found)
 
 
 def likeliest_causes(evidence: Evidence) -> tuple[ScoredCause, ...]:
@@ -177,17 +229,13 @@ def likeliest_causes(evidence: Evidence) -> tuple[ScoredCause, ...]:
     return (*(item for item in scored if item.is_supported), *unsupported)[:3]
 
 
-_MOVES: Mapping[str, Mapping[str, float]] = {
-    fact.name: {
-        cause.label: sign.yes - sign.no
-        for cause in CAUSES.values()
-        for sign in cause.signs
-        if sign.fact == fact.name
-    }
-    for fact in FACTS.values()
-    if fact.type == "flag"
-}
-"""Log-likelihood ratio of yes over no, in nats, by observation and cause."""
+_MOVES: dict[str, dict[str, float]] = {}
+"""Log-likelihood ratio of yes over no, in nats, by observation, or fact and word, and cause."""
+for _cause in CAUSES.values():
+    for _sign in _cause.signs:
+        if _sign.ramp is None:
+            _key = _sign.fact if _sign.word is None else f"{_sign.fact}={_sign.word}"
+            _MOVES.setdefault(_key, {})[_cause.label] = _sign.yes - _sign.no
 _TOPICS = {
     topic: tuple(kind.name for kind in GROUPS[topic] if kind.type == "flag")
     for topic in ("acceptance", "output", "cost")
@@ -197,15 +245,19 @@ _SHOWN_IN = {
     label: {
         topic
         for topic, facts in _TOPICS.items()
-        if any(_MOVES[fact].get(label, 0.0) >= _SHOWS for fact in facts)
+        if any(_MOVES.get(fact, {}).get(label, 0.0) >= _SHOWS for fact in facts)
     }
     for label in CAUSES
 }
 """Topics, by cause, of the observations that the cause explains."""
 _GROUP_OF = {kind.name: name for name, group in GROUPS.items() for kind in group}
-_ASKED = tuple(
-    name for name, moves in _MOVES.items() if name != "symptom_seen" and set(moves) - {"healthy"}
-)
+_KEYS = {
+    name: [key for key in _MOVES if key == name or key.startswith(f"{name}=")]
+    for name, kind in FACTS.items()
+    if kind.ask and kind.type in ("flag", "word", "words")
+}
+"""The moves of every fact that is asked about."""
+_ASKED = [name for name, keys in _KEYS.items() if {c for key in keys for c in _MOVES[key]}]
 
 
 def _probabilities(evidence: Evidence) -> dict[str, float]:
@@ -232,33 +284,62 @@ def _topics_of(evidence: Evidence) -> set[str]:
     return {name for name, facts in _TOPICS.items() if any(map(evidence.flag, facts))}
 
 
-def _observation(shares: Mapping[str, float], fact: str) -> Observation:
-    tests = [item for item in EXPERIMENTS if fact in item.yields]
+def _decisive_words(evidence: Evidence, answers: Mapping[str, Answer]) -> Item | None:
+    """Return what was read from words, or may be meant by them, that decides the first cause."""
+    first = _first_of(evidence)
+    for name, fact in (evidence.facts | evidence.supposed).items():
+        if name in answers or name in SETTING or not fact.sentence:
+            continue
+        other = Evidence(facts=dict(evidence.facts))
+        if other.facts.pop(name, None) is None:
+            if FACTS[name].type != "flag":
+                continue
+            other.facts[name] = fact
+        if _first_of(other) != first:
+            return Item(fact=name, text=fact.doubt, wrote=fact.sentence)
+    return None
+
+
+def _first_of(evidence: Evidence) -> str:
+    return score_causes(evidence, CAUSES.values())[0].cause.label
+
+
+def _item(evidence: Evidence, shares: Mapping[str, float], name: str) -> Item:
+    tests = [item for item in EXPERIMENTS if name in item.yields]
     test = min(tests, key=lambda item: item.minutes, default=None)
-    return Observation(
-        fact=fact,
-        text=FACTS[fact].definition,
-        information=_information(shares, fact),
+    stated = evidence.supposed.get(name)
+    if stated is not None and stated.value is not True:
+        stated = None
+    return Item(
+        fact=name,
+        text=stated.doubt if stated else FACTS[name].ask,
+        wrote=stated.sentence if stated else "",
+        information=sum(_information(shares, key) for key in _KEYS[name]),
         minutes=0.0 if test is None else test.minutes,
         how="" if test is None else test.how,
     )
 
 
-def _chance(shares: Mapping[str, float], fact: str) -> float:
-    odds = _BASE_RATE / (1.0 - _BASE_RATE)
-    return _BASE_RATE + sum(
-        shares[label] * (1.0 / (1.0 + math.exp(-move) / odds) - _BASE_RATE)
-        for label, move in _MOVES[fact].items()
-    )
+def _chance_known(item: Item) -> float:
+    return _KNOWN_TO_WRITER if item.wrote else _KNOWN[FACTS[item.fact].who]
 
 
-def _information(shares: Mapping[str, float], fact: str) -> float:
+def _worth(item: Item) -> float:
+    """Return the information per minute of a question, by how likely an answer is."""
+    return _chance_known(item) * item.information / (_MINUTES_TO_ANSWER + item.minutes)
+
+
+def _chances(shares: Mapping[str, float], key: str) -> list[tuple[float, float]]:
+    """Return probabilities of causes, unlisted ones last, each with that of a yes under it."""
     odds = _BASE_RATE / (1.0 - _BASE_RATE)
     parts = [
-        (shares[label], 1.0 / (1.0 + math.exp(-move) / odds))
-        for label, move in _MOVES[fact].items()
+        (shares[label], 1.0 / (1.0 + math.exp(-move) / odds)) for label, move in _MOVES[key].items()
     ]
-    parts.append((1.0 - sum(share for share, _ in parts), _BASE_RATE))
+    return [*parts, (1.0 - sum(share for share, _ in parts), _BASE_RATE)]
+
+
+def _information(shares: Mapping[str, float], key: str) -> float:
+    parts = _chances(shares, key)
     mean = sum(share * yes for share, yes in parts)
     return _entropy(mean) - sum(share * _entropy(yes) for share, yes in parts)
 
@@ -268,19 +349,15 @@ def _entropy(probability: float) -> float:
 
 
 def _chance_of_change(
-    evidence: Evidence,
-    shares: Mapping[str, float],
-    scored: tuple[ScoredCause, ...],
-    items: list[Observation],
+    evidence: Evidence, shares: Mapping[str, float], items: Iterable[Item]
 ) -> float:
-    chances = {item.fact: _chance(shares, item.fact) for item in items[:_TOGETHER]}
-    total = 0.0
-    for answers in itertools.product((True, False), repeat=len(chances)):
-        supposed = Evidence(facts=dict(evidence.facts))
-        chance = 1.0
-        for (name, yes), answer in zip(chances.items(), answers, strict=True):
-            supposed.add(name, answer, "supposed")
-            chance *= yes if answer else 1.0 - yes
-        if score_causes(supposed, CAUSES.values())[0].cause.label != scored[0].cause.label:
-            total += chance
+    """Return the probability that an answer about one of these items changes the first cause."""
+    first, total = _first_of(evidence), 0.0
+    for item in items:
+        yes = sum(share * chance for share, chance in _chances(shares, item.fact))
+        for answer, chance in ((True, yes), (False, 1.0 - yes)):
+            supposed = Evidence(facts=dict(evidence.facts))
+            supposed.add(item.fact, answer, "supposed")
+            if _first_of(supposed) != first:
+                total += _chance_known(item) * chance
     return total

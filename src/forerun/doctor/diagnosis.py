@@ -576,6 +576,7 @@ class Diagnosis:
             "disagreements": [{"fact": f.name, **f.to_dict()} for f in evidence.disagreements],
             "sources": [reading.to_dict() for reading in evidence.readings],
             "checks": [asdict(check) for check in evidence.checks.values()],
+            "supposed": {fact.name: fact.source for fact in evidence.supposed.values()},
         }
 
 
@@ -726,13 +727,31 @@ def _is_asserted(item: ScoredCause, given: Set[str]) -> bool:
     )
 
 
+OFF = Remedy(
+    change="turn speculation off here",
+    price="no gain where the draft is good; its memory is free",
+    effect="off",
+)
+
+
 def changes_of(
     item: ScoredCause, evidence: Evidence, found: Attribution | None, outlook: Outlook | None
 ) -> tuple[Change, ...]:
-    """Return the remedies of a cause, in descending order of predicted gain."""
+    """Return the remedies of a cause, in descending order of predicted gain.
+
+    Where remedies are predicted to be slower than plain decoding, turning it off takes their place.
+    """
+    remedies = [*item.cause.remedies]
+    predicted = [predict(remedy.effect, evidence, found, outlook) for remedy in remedies]
+    slower = [each is not None and each.speedup < 1.0 for each in predicted]
+    if any(slower) and not any(remedy.effect == "off" for remedy in remedies):
+        remedies.append(OFF)
+        predicted.append(predict("off", evidence, found, outlook))
+        slower.append(False)
     changes = [
-        Change(remedy=remedy, prediction=predict(remedy.effect, evidence, found, outlook))
-        for remedy in item.cause.remedies
+        Change(remedy=remedy, prediction=prediction)
+        for remedy, prediction, is_slower in zip(remedies, predicted, slower, strict=True)
+        if not is_slower
     ]
     return tuple(
         sorted(changes, key=lambda change: -(change.prediction.gain if change.prediction else 0.0))

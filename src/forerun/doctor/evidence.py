@@ -32,7 +32,9 @@ class FactKind:
     Attributes:
         type: number, list of numbers, yes or no, word, or list of words.
         definition: what it is; readers convert figures that an engine defines otherwise.
-        inside: whether it takes a look into engine, draft or benchmark, so that few know it.
+        who: who knows it most often: a user, an operator with logs, or a developer.
+        ask: the question about it in plain words; "" where it is not asked about.
+        numbers: figures that are asked for beside it.
     """
 
     name: str
@@ -42,7 +44,9 @@ class FactKind:
     low: float = 0.0
     high: float | None = None
     choices: tuple[str, ...] = ()
-    inside: bool = False
+    who: Literal["user", "operator", "developer"] = "developer"
+    ask: str = ""
+    numbers: tuple[str, ...] = ()
 
 
 GROUPS: Mapping[str, tuple[FactKind, ...]] = {
@@ -54,6 +58,17 @@ FACTS: Mapping[str, FactKind] = {kind.name: kind for group in GROUPS.values() fo
 
 Value = bool | float | str | tuple[float, ...] | tuple[str, ...]
 
+WROTE = "you wrote: "
+"""Beginning of the source of a fact that was read from words; the sentence follows."""
+
+SETTING = frozenset(
+    {
+        *("method", "k", "temperature", "batch", "context_tokens", "tensor_parallel"),
+        *("target_moe", "target_recurrent", "target_quantised", "draft_quantised"),
+        *("adaptive_k", "grammar_used", "changed", "draft_self_trained", "template_has_modes"),
+    }
+)
+"""Facts that describe the set-up: a sentence that states no others was not understood."""
 COUNTS = frozenset(
     {"num_drafts", "num_drafted", "num_accepted", "accepted_per_position", "drafted_per_position"}
 )
@@ -80,6 +95,22 @@ class Fact:
     @property
     def definition(self) -> str:
         return FACTS[self.name].definition
+
+    @property
+    def sentence(self) -> str:
+        """The sentence that the fact was read from; "" where it was not read from words."""
+        return self.source.removeprefix(WROTE) if self.source.startswith(WROTE) else ""
+
+    @property
+    def doubt(self) -> str:
+        """The question whether the fact is what its sentence means."""
+        meaning = self.definition
+        if self.value is not True:
+            listed = (
+                ", ".join(map(str, self.value)) if isinstance(self.value, tuple) else self.value
+            )
+            meaning = f"{self.name} ({meaning}) is {listed}"
+        return f'You wrote: "{self.sentence}" Does this mean that {meaning}?'
 
     def to_dict(self) -> dict[str, Json]:
         ends: Json = None if self.interval is None else (self.interval.low, self.interval.high)
@@ -157,6 +188,7 @@ class Evidence:
         notes: figures of impossible values, which were left out.
         checks: tests that were made, by the observation; an observation in doubt has no fact.
         changes: what changed during the run, with its time.
+        supposed: facts that words may mean, which are asked about and not used.
     """
 
     facts: dict[str, Fact] = field(default_factory=dict)
@@ -166,12 +198,13 @@ class Evidence:
     notes: list[str] = field(default_factory=list)
     checks: dict[str, EvidenceCheck] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
+    supposed: dict[str, Fact] = field(default_factory=dict)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
         """Add a fact; a value of None is ignored."""
         if value is None:
             return
-        value = _checked_value(name, value)
+        value = check_value(name, value)
         self._keep(Fact(name=name, value=value, source=source, interval=interval))
 
     def _keep(self, fact: Fact) -> None:
@@ -196,6 +229,10 @@ class Evidence:
             self.note(check.name, answer, words)
             self.checks[check.name] = check
 
+    def suppose(self, fact: Fact) -> None:
+        """Keep what words may mean; the first sentence of a fact stays."""
+        self.supposed.setdefault(fact.name, fact)
+
     def _include(self, other: Evidence) -> None:
         is_counted = not COUNTS.isdisjoint(self.facts)
         for fact in other.facts.values():
@@ -207,6 +244,7 @@ class Evidence:
         self.notes += other.notes
         self.checks = other.checks | self.checks
         self.changes += other.changes
+        self.supposed = other.supposed | self.supposed
         self.series = other.series | self.series
 
     def check_counts(self) -> None:
@@ -260,7 +298,8 @@ def merge(*parts: Evidence) -> Evidence:
     return found
 
 
-def _checked_value(name: str, value: object) -> Value:
+def check_value(name: str, value: object) -> Value:
+    """Return a value as the type of its fact; ValueError where it is none."""
     kind = FACTS.get(name)
     if kind is None:
         raise ValueError(f"there is no fact {name[:MAX_WORD]!r}; {_similar_facts(name)}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
-from forerun.doctor.diagnosis import diagnose
+from forerun.doctor.asking import next_question, read_answer, with_answers
+from forerun.doctor.diagnosis import Diagnosis, diagnose
 from forerun.doctor.evidence import Evidence, Reading
 from forerun.doctor.readers.prometheus import Metrics, metrics_of, read_page
 from forerun.doctor.words import change_line, changes_of, headline
@@ -33,6 +35,23 @@ class PageDiagnosis:
         self._samples.append(metrics)
         return diagnose_metrics(growth, "forerun", num_steps)
 
+    def ask(self, page: str, given: Mapping[str, object]) -> dict[str, object]:
+        """Return the next question for a person, and the diagnosis with the answers so far.
+
+        It rests on everything that was counted since the start.
+
+        Raises:
+            InvalidRequest: an answer is none.
+        """
+        answers = {name: read_answer(name, word) for name, word in given.items()}
+        evidence = collect_evidence(read_page(page).metrics, "forerun")
+        number, question = next_question(evidence, answers)
+        return {
+            "num_asked": number,
+            "question": [item.to_dict() for item in question],
+            "diagnosis": _describe(diagnose(with_answers(evidence, answers))),
+        }
+
 
 def _count_steps(metrics: Metrics) -> int:
     return int(metrics.totals.get("forerun:sequence_steps", 0.0))
@@ -43,7 +62,10 @@ def diagnose_metrics(growth: Metrics, engine: str, num_steps: int) -> dict[str, 
 
     The speedup is left out: the page states it once, and a diagnosis rests on other steps.
     """
-    found = diagnose(collect_evidence(growth, engine))
+    return _describe(diagnose(collect_evidence(growth, engine))) | {"num_steps": num_steps}
+
+
+def _describe(found: Diagnosis) -> dict[str, object]:
     return {
         "verdict": found.verdict,
         "headline": headline(found, states_speedup=False),
@@ -55,7 +77,6 @@ def diagnose_metrics(growth: Metrics, engine: str, num_steps: int) -> dict[str, 
         "changes": [
             change_line(change, states_speedup=False) for change in changes_of(found)[:MAX_CHANGES]
         ],
-        "num_steps": num_steps,
     }
 
 

@@ -290,10 +290,14 @@ def _evidence_words(evidence: Evidence) -> Iterator[str]:
         unknown = f", {reading.num_unknown} not understood" if reading.num_unknown else ""
         yield f"{reading.source}: {kinds}; {reading.num_lines} lines{unknown}"
         yield from (f"{reading.source}: {note}" for note in reading.notes)
+        yield from (f'{reading.source}: not understood: "{part}"' for part in reading.unread)
     yield from (
         f"{check.name}: {check.words}, p = {check.p_value:.2g}"
         for check in sorted(evidence.checks.values(), key=lambda check: check.p_value)[:MAX_NOTES]
     )
+    for fact in evidence.supposed.values():
+        if fact.name not in evidence and FACTS[fact.name].type == "flag":
+            yield f"{fact.doubt} If so, add --observed {fact.name}."
     yield from evidence.notes[:MAX_NOTES]
     for fact in evidence.disagreements:
         known = evidence.facts[fact.name]

@@ -37,6 +37,7 @@ from forerun.server.guard import ApiKey, protect
 from forerun.server.live import Diagnose, LiveView, page_router
 from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
 from forerun.server.protocol import (
+    AnswersRequest,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -330,6 +331,8 @@ def create_app(
     _add_generation(app)
     _add_status(app)
     app.include_router(page_router(view))
+    if diagnose is not None:
+        _add_questions(app, view)
     return app
 
 
@@ -360,6 +363,19 @@ def _add_generation(app: FastAPI) -> None:
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(slow, _tokenize, server, body)
         return Response(found, media_type="application/json")
+
+
+def _add_questions(app: FastAPI, view: LiveView) -> None:
+    """Add the route of the questions that the Diagnosis tab asks."""
+
+    @app.post("/live/answers")
+    async def answers(request: Request) -> Response:
+        """Return the next question, and the diagnosis with the answers so far."""
+        server: ServerState = request.app.state.server
+        body, _ = await read_body(request, AnswersRequest.model_validate, server.large)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(server.large, view.ask, body.answers)
+        return Response(found, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 async def _generate(

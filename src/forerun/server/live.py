@@ -16,10 +16,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -74,8 +74,17 @@ SECURITY = {
 }
 
 Json = dict[str, Any]
-Diagnose = Callable[[str], Json | None]
-"""Makes the diagnosis of a page of metrics; None where it has nothing new to say."""
+
+
+@runtime_checkable
+class Diagnose(Protocol):
+    """Makes diagnoses of the server's page of metrics."""
+
+    def __call__(self, page: str) -> Json | None:
+        """Return the diagnosis of what was counted lately; None where there is nothing new."""
+
+    def ask(self, page: str, given: Mapping[str, object]) -> Json:
+        """Return what to ask a person next, and the diagnosis with the answers so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -346,6 +355,14 @@ class LiveView:
                 self._diagnosis = found
         finally:
             self._diagnosing.release()
+
+    def ask(self, answers: Mapping[str, object]) -> bytes:
+        """Return the next question about this server and what follows from the answers, as JSON.
+
+        It takes up to a second; call it on a thread on which nothing waits.
+        """
+        assert self._diagnose is not None
+        return msgspec.json.encode(self._diagnose.ask(self.metrics.text().decode(), answers))
 
 
 def _compute_quantiles(values: list[float]) -> Json | None:

@@ -502,6 +502,12 @@ class ChatRequest(GenerationRequest):
         return variables
 
 
+class AnswersRequest(Body):
+    """Body of `/live/answers`: answers of a person to the questions of the diagnosis, by fact."""
+
+    answers: dict[str, str | float | bool | None] = Field(max_length=MAX_FIELDS)
+
+
 class TokenizeRequest(Body):
     """Body of `/tokenize`: a prompt or a conversation."""
 

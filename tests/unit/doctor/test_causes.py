@@ -31,7 +31,8 @@ LABELS = set(
     kernel_or_metadata_bug drafter_state_loss draft_too_slow draft_placement_or_tp k_too_large
     k_too_small verify_not_parallel compute_bound_batch moe_expert_loading long_context_kv_cost
     graphs_missing_or_launch_bound engine_overhead memory_pressure_or_cache_loss
-    prefill_dominated adaptive_policy_pathology numerical_nondeterminism healthy
+    prefill_dominated adaptive_policy_pathology numerical_nondeterminism recorded_graph_width
+    thermal_or_power_throttling healthy
     """.split()
 )
 PROBLEMS = [cause for cause in CAUSES.values() if cause.label != "healthy"]

@@ -86,15 +86,29 @@ def test_a_target_that_was_swapped_makes_the_draft_stale():
     assert found.causes[0].scored.cause.label == "stale_draft"
 
 
-def test_going_back_is_what_was_measured_there_and_the_best_k_is_named():
+def test_going_back_is_what_was_measured_there_and_nothing_slower_than_off_is_advised():
     found = compared({**POOR, "target_hash": "t", "draft_hash": "new"}, GOOD)
-    back, lower = change_of(found, "as_before").prediction, change_of(found, "best_k").prediction
-    assert back is not None and lower is not None
+    back = change_of(found, "as_before").prediction
+    assert back is not None
     assert back.speedup == pytest.approx(2.8 / 2.0) and back.basis == "measured before"
     assert back.gain == pytest.approx((2.8 / 2.0) / (1.1875 / 3.0))
-    assert lower.num_speculative_tokens == 1
+    # At K = 1, tau / kappa would be 1.15 / 1.65, which is slower than no speculation.
+    assert not any(change.remedy.effect == "best_k" for change in found.causes[0].changes)
+    off = change_of(found, "off").prediction
+    assert off is not None and off.speedup == 1.0
+
+
+def test_the_best_k_is_named_where_it_is_faster_than_off():
+    better = {
+        **POOR,
+        "acceptance_rate_per_position": [0.75, *POOR["acceptance_rate_per_position"][1:]],
+    }
+    found = compared({**better, "target_hash": "t", "draft_hash": "new"}, GOOD)
+    changes = [change for ranked in found.causes for change in ranked.changes]
+    lower = next(c.prediction for c in changes if c.remedy.effect == "best_k")
+    assert lower is not None and lower.num_speculative_tokens == 1
     # kappa(1) = c + 1 + slope + o: 0.1 + 1 + 0.05 + 0.5.
-    assert lower.speedup == pytest.approx(1.15 / 1.65)
+    assert lower.speedup == pytest.approx(1.75 / 1.65)
 
 
 def test_acceptance_of_another_depth_is_compared_by_alpha():

@@ -87,6 +87,8 @@ prefill_dominated: prefill_share=0.6 ttft_up=yes
 k_too_large: gain_of_lower_k=1.15
 k_too_small: gain_of_higher_k=1.3 faster_with_k=yes
 adaptive_policy_pathology: adaptive_stuck=yes k_swing=0.9
+recorded_graph_width: graph_too_wide=yes
+thermal_or_power_throttling: clocks_fall=yes
 """
 """Facts that alone put a cause first with enough support to be named."""
 EXCLUDING = """
@@ -114,6 +116,7 @@ draft_too_slow: method=ngram prefill_share=0.8
 verify_not_parallel: slower_with_context=yes
 k_too_large: faster_with_k=yes acceptance_dropped=yes
 adaptive_policy_pathology: adaptive_k=no
+degenerate_output_inflation: output_loops_with_speculation=yes
 """
 """Facts that make a cause at least seven times less likely."""
 

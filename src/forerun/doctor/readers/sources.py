@@ -18,8 +18,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol, runtime_checkable
@@ -32,7 +30,8 @@ from forerun.bounded_read import (
     parse_json,
 )
 from forerun.client.urls import hide_urls, is_url, shown_url
-from forerun.doctor.evidence import COUNTS, FOLDER, MAX_WORD, Evidence, Reading, shown
+from forerun.doctor.evidence import COUNTS, MAX_WORD, Evidence, Reading, shown
+from forerun.doctor.readers.complaint import read_complaint, rules
 from forerun.doctor.readers.engine_logs import (
     NUMBER,
     LineReader,
@@ -365,8 +364,8 @@ class Messages(LineReader):
 
     def read(self, line: str) -> bool:
         line = line[:MAX_LENGTH]
-        matching = (facts for facts, patterns in rules("messages") if holds(patterns, [line]))
-        found = dict.fromkeys(chain.from_iterable(matching), True)
+        matching = (rule.facts for rule in rules("messages") if rule.holds(line))
+        found = {name: True for facts in matching for name, _ in facts}
         self.tally.facts |= found
         return bool(found)
 
@@ -612,15 +611,12 @@ LIMITS = ReadLimits(max_bytes=1 << 32, max_seconds=600.0)
 """Limits of one source. A log may be piped from a running server, so minutes are allowed."""
 
 
-def read_source(
-    name: str, *, interval_s: float, is_asking: bool = False, key_variable: str | None = None
-) -> Evidence:
+def read_source(name: str, *, interval_s: float, key_variable: str | None = None) -> Evidence:
     """Return the evidence of one source; words that name no file are a complaint.
 
     Args:
         name: file, URL, "-" or words.
         interval_s: between two samples of a URL.
-        is_asking: whether questions follow; a complaint that says nothing is then no error.
         key_variable: environment variable of the API key of a URL; None takes OPENAI_API_KEY.
     """
     if is_url(name):
@@ -631,7 +627,7 @@ def read_source(
                 return _read_stream(stream, "stdin")
         path = Path(name)
         if (" " in name.strip() or name.isalpha()) and not os.path.lexists(path):
-            return read_complaint(name, is_asking=is_asking)
+            return read_complaint(name)
         if path.is_dir():
             return read_trace(path)
         with open_bounded(path, LIMITS, name=path.name) as file:
@@ -662,65 +658,3 @@ def _read_stream(file: BoundedFile, name: str) -> Evidence:
             while chunk := file.read():
                 copy.write(chunk)
         return read_trace(path)
-
-
-Rule = tuple[tuple[str, ...], tuple[re.Pattern[str], ...]]
-MAX_COMPLAINT = 4000
-"""Most characters of a complaint: matching takes time in proportion to a sentence's length."""
-SENTENCES = re.compile(r"[.;!?]\s|\n")
-AND = " && "
-
-
-def read_complaint(text: str, *, is_asking: bool = False) -> Evidence:
-    if len(text) > MAX_COMPLAINT:
-        raise InvalidRequest(f"a complaint in words may have at most {MAX_COMPLAINT} characters")
-    evidence = Evidence(readings=[Reading(source="the complaint", kinds={"words"}, num_lines=1)])
-    for name, value in observations_in(text):
-        evidence.add(name, value, "the complaint")
-    parts = [part.strip() for part in SENTENCES.split(text)]
-    evidence.readings[0].unread += [p for p in parts if p and not [*observations_in(p)]]
-    if not evidence.facts and not is_asking:
-        raise InvalidRequest(
-            f"{hide_urls(text)[:60]!r} is no file, and nothing in it is understood as a "
-            "complaint; say what is low, slow or wrong and what it depends on, or give --observed "
-            "NAME"
-        )
-    return evidence
-
-
-def observations_in(text: str) -> Iterator[tuple[str, object]]:
-    """Yield the observations that a complaint states, all of them yes, and the changes it names."""
-    sentences = SENTENCES.split(text)
-    found = {
-        fact
-        for facts, patterns in rules("symptoms")
-        if holds(patterns, sentences)
-        for fact in facts
-    }
-    if "acceptance_fine" in found:  # "low" and "dropped" then refer to another figure
-        found -= {"acceptance_low", "acceptance_dropped"}
-    changed = sorted(fact.removeprefix("changed=") for fact in found if "=" in fact)
-    yield from ((fact, True) for fact in sorted(found) if "=" not in fact)
-    if changed:
-        yield "changed", changed
-
-
-def holds(patterns: tuple[re.Pattern[str], ...], sentences: list[str]) -> bool:
-    return any(all(pattern.search(sentence) for pattern in patterns) for sentence in sentences)
-
-
-@cache
-def rules(table: str) -> tuple[Rule, ...]:
-    """Return the observations of a table of words, each with the patterns that imply it."""
-    macros: dict[str, str] = {}
-    found = []
-    for line in (FOLDER / f"{table}.txt").read_text("utf-8").splitlines():
-        facts, tab, pattern = line.partition("\t")
-        if tab:
-            filled = re.sub(r"<([A-Z]+)>", lambda name: macros[name.group(1)], pattern)
-            parts = [re.compile(part, re.IGNORECASE) for part in filled.split(AND)]
-            found.append((tuple(facts.split(",")), tuple(parts)))
-        elif line and not line.startswith("#"):
-            name, _, value = line.partition(" = ")
-            macros[name] = value
-    return tuple(found)

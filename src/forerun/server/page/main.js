@@ -4,6 +4,7 @@ import { getJson, Refused, saveKey } from "./api.js";
 import { interval, positions, shares, timeline, tokenTimes } from "./charts.js";
 import { prepareChat, setUpChat } from "./chat.js";
 import { age, byId, count, duration, element, figure, percent, setText } from "./format.js";
+import { prepareQuestions } from "./questions.js";
 import { showRequests } from "./requests.js";
 
 const PERIOD_MS = 1000;
@@ -208,6 +209,7 @@ function prepareTheme() {
 prepareTheme();
 prepareTabs();
 prepareChat();
+prepareQuestions();
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   saveKey(byId("key").value);
