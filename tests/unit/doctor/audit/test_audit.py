@@ -16,15 +16,16 @@ from tests.lab.dice import Dice
 from tests.tabular import TabularModel
 
 from forerun.doctor.audit.config import KINDS, AuditConfig, Kind
-from forerun.doctor.audit.ledger import Deviation, Ledger
+from forerun.doctor.audit.ledger import Moments
 from forerun.doctor.audit.records import AuditAnswer, Question, StateFile
 from forerun.doctor.audit.reference import ReportedLogprobs
 from forerun.doctor.audit.run import Audit
-from forerun.doctor.audit.verdict import contrast, judge
+from forerun.doctor.audit.verdict import contrast_of, judge
 from forerun.errors import InvalidRequest, UnreadableInput
 
 PROMPTS = [(n % VOCAB_SIZE, 3 * n % VOCAB_SIZE) for n in range(20)]
 SAMPLED = (replace(KINDS[0], share=1.0),)
+GRAMMAR_KIND = next(kind for kind in KINDS if kind.has_grammar)
 
 
 class Stream:
@@ -34,7 +35,7 @@ class Stream:
         change: called with the number of the question and its answer.
     """
 
-    name, control = "a stream", "off"
+    name, control, max_context = "a stream", "off", None
 
     def __init__(self, table=None, change=lambda number, question, answer: answer, logprobs=False):
         self.table = table or pair(1)[0]
@@ -61,6 +62,7 @@ class Stream:
             text=str(ids),
             finish_reason="length",
             num_charged=len(ids),
+            num_drafted=len(ids),
             top=tuple(top) if self.logprobs else (),
             logprobs=tuple(logprobs) if self.logprobs else (),
         )
@@ -107,7 +109,7 @@ def test_an_answer_that_is_lost_is_charged_in_full():
 
     audit = audit_of(Stream(change=cut))
     audit.run(silent)
-    assert audit.progress.spent.num_tokens == 48 * audit.progress.spent.num_requests
+    assert audit.progress.spent.num_tokens == sum(audit.rounds.asked.values())
     assert audit.progress.spent.num_requests < 15  # it gives up after failures in a row
     verdict = judge(audit)
     assert verdict.status == "cannot_judge"
@@ -179,15 +181,10 @@ def test_a_deviation_downwards_is_one():
     assert judge(audit).status == "deviates"
 
 
-class Moved(Ledger):
-    """A ledger in which all that is known is how far the values of both arms moved."""
-
-    def __init__(self, served: Sequence[float], control: Sequence[float]) -> None:
-        super().__init__(AuditConfig(), None)
-        self.values = {"served": np.array(served), "control": np.array(control)}
-
-    def moved(self, arm, direction, kind=None):
-        return self.values[arm]
+def moments(values: Sequence[float]) -> Moments:
+    found = Moments()
+    found.add(np.array(values, dtype=float))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -207,10 +204,7 @@ class Moved(Ledger):
     ],
 )
 def test_the_control_decides_whether_speculation_is_the_cause(served, control, cause):
-    first = Deviation(
-        kind="sampled", direction="best", num_tokens=1, mean=0.0, low=0.0, high=0.0, log_e=9.0
-    )
-    assert contrast(Moved(served, control), first) == cause
+    assert contrast_of(moments(served), moments(control)) == cause
 
 
 def test_a_refused_kind_is_left_out():
@@ -241,7 +235,7 @@ def test_a_server_that_ignores_grammars_is_not_at_fault(texts):
 
     stream = Stream(change=ignore)
     stream.control = "first tokens"
-    audit = audit_of(stream, kinds=(KINDS[0], KINDS[4]))
+    audit = audit_of(stream, kinds=(KINDS[0], GRAMMAR_KIND))
     audit.run(silent)
     assert judge(audit).status == "no_deviation"
     assert "does not apply grammars" in " ".join(judge(audit).notes)
@@ -255,7 +249,7 @@ def test_a_fault_of_the_grammar_is_found_where_first_tokens_follow_it():
 
     stream = Stream(change=broken)
     stream.control = "first tokens"
-    audit = audit_of(stream, kinds=(KINDS[0], KINDS[4]), tokens=8000)
+    audit = audit_of(stream, kinds=(KINDS[0], GRAMMAR_KIND), tokens=8000)
     audit.run(silent)
     assert audit.progress.alarm_tokens is not None
 
@@ -336,7 +330,7 @@ def test_a_question_whose_answer_was_lost_counts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ['{"header": {"url": "there", "format": "1"}}\n', "{}\n", "x\ny\n"]
+    "content", ['{"header": {"url": "there", "format": "2"}}\n', "{}\n", "x\ny\n"]
 )
 def test_a_state_file_of_something_else_is_refused(tmp_path, content):
     path = tmp_path / "state.jsonl"
@@ -361,7 +355,7 @@ ANSWER = {"token_ids": [1, 2, 3, 4], "num_charged": 4, "finish_reason": "length"
 def recorded(tmp_path, question: object, answer: object) -> Path:
     path = tmp_path / "state.jsonl"
     lines = [
-        {"header": {"url": "here", "format": "1"}},
+        {"header": {"url": "here", "format": "2"}},
         {"number": 0, "question": question},
         {"number": 0, "answer": answer},
     ]
@@ -486,6 +480,7 @@ def test_first_tokens_are_the_control_of_a_server_that_cannot_switch_speculation
 def test_alternatives_without_ids_are_not_compared_with_tokens_that_have_them():
     """Of such an answer no token is among its alternatives: a sound server was accused."""
     reference = ReportedLogprobs()
+    question = Question(arm="served", kind="sampled", prompt=(1,), num_tokens=2, group=0)
     name = (1 << 40) + 7
     answer = AuditAnswer(
         token_ids=(3, 4),
@@ -493,7 +488,7 @@ def test_alternatives_without_ids_are_not_compared_with_tokens_that_have_them():
         logprobs=(-0.1, -2.0),
         num_charged=2,
     )
-    assert reference.rows([1], answer, SAMPLED[0]) is None
+    assert reference.rows(question, answer, SAMPLED[0]) is None
     assert "without ids" in reference.problems[0]
     named = msgspec.structs.replace(answer, token_ids=(name, name + 1))
-    assert reference.rows([1], named, SAMPLED[0]) is not None
+    assert reference.rows(question, named, SAMPLED[0]) is not None
