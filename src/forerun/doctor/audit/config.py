@@ -92,7 +92,7 @@ ROUNDS: tuple[Setting, ...] = (
     *("alone", "together", "alone", "together", "again"),
     *("alone", "aborted", "alone", "continued", "long"),
 )
-"""AuditRounds of requests, over and over. "again" repeats the requests sent together before the last ones."""
+"""Rounds of requests, over and over; "again" repeats the round "together" before the last."""
 _RANGES = (
     Range("max_tokens", 1, integer=True),
     Range("max_requests", 1, integer=True),

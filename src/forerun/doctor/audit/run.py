@@ -13,7 +13,7 @@ from forerun.doctor.audit.endpoint import MOST_REQUESTS, Endpoint
 from forerun.doctor.audit.ledger import Deviation, Ledger, groups_of
 from forerun.doctor.audit.records import Arm, AuditAnswer, Question, Setting, StateFile
 from forerun.doctor.audit.reference import Reference
-from forerun.doctor.audit.rounds import Chat, Limits, Prompt, AuditRounds
+from forerun.doctor.audit.rounds import AuditRounds, Chat, Limits, Prompt
 from forerun.errors import InvalidRequest
 from forerun.terminal_text import printable
 
