@@ -175,6 +175,7 @@ class Ledger:
         self.reference = reference
         self.kinds = {kind.name: kind for kind in config.kinds}
         self.arms: dict[Arm, ArmTally] = {"served": ArmTally(), "control": ArmTally()}
+        self._deepest = 0
         self._earlier: dict[tuple[Arm, int], tuple[int, ...]] = {}
 
     def add(self, question: Question, answer: AuditAnswer) -> None:
@@ -192,7 +193,8 @@ class Ledger:
         )
         for reading in found:
             if reading is not None:
-                self._tally(tally, replace(reading, groups=groups))
+                self._tally(tally, replace(reading, groups=groups, deepest=self._deepest))
+        self._deepest = max(self._deepest, *answer.step_sizes, 0)
 
     def _tally(self, tally: ArmTally, reading: TokenReading) -> None:
         tally.readings.append(reading)
@@ -266,7 +268,7 @@ class Ledger:
         It is a mean with fixed weights over all bets: a half for all tokens together, and a half
         for the groups; one that has not begun counts 1.
         """
-        num_groups = 2 * len(self.kinds) + 12
+        num_groups = len(self.kinds) + 16
         logs, weights = [0.0], [0.0]
         for (group, _, _), bet in self.arms["served"].bets.items():
             logs.append(bet.log_e)
@@ -303,10 +305,14 @@ class Ledger:
         return Moments() if bet is None else bet.moved
 
     def bounds(self) -> dict[str, float]:
-        """Return an upper limit (95% for all) of the deviation in each group, over directions."""
+        """Return an upper limit (95% for all) of the deviation in each group, over directions.
+
+        The end of texts counts where it is known at most tokens.
+        """
         found: dict[str, float] = {}
         for item in self.deviations("served"):
-            if item.direction not in _PER_ANSWER:
+            is_known = 2 * item.num_tokens > self.arms["served"].num_tokens[item.group]
+            if item.direction not in _PER_ANSWER and (is_known or item.direction != "ends"):
                 found[item.group] = max(found.get(item.group, 0.0), -item.low, item.high)
         return found
 

@@ -94,6 +94,7 @@ class TokenReading:
         offsets: its place in what its step emitted, where the server shows its steps.
         groups: that all tokens are in.
         is_whole: whether the only value is one of the whole answer.
+        deepest: most tokens of a step until now.
     """
 
     values: Mapping[str, tuple[Float[ndarray, " n"], Float[ndarray, " n"]]]
@@ -102,6 +103,7 @@ class TokenReading:
     offsets: Int64[ndarray, " n"]
     groups: tuple[str, ...] = ()
     is_whole: bool = False
+    deepest: int = 0
 
     def members(self) -> Iterator[tuple[str, Bool[ndarray, " n"]]]:
         """Yield every group with its tokens; all groups are known before the token is drawn."""
@@ -111,6 +113,7 @@ class TokenReading:
             yield "place beyond 64", self.indices >= _FAR
             yield "step first", (self.offsets == 0) & (self.indices > 0)
             yield "step later", self.offsets > 0
+            yield "step full", (self.offsets > 0) & (self.offsets + 1 == self.deepest)
 
 
 def read_sampled(

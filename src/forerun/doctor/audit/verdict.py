@@ -75,6 +75,7 @@ _GROUPS = {
     "place beyond 64": "tokens beyond the 64th",
     "step first": "the first token of a step",
     "step later": "the later tokens of a step",
+    "step full": "the token after a whole draft that was accepted",
 }
 _OPTIONAL = {
     "draft": "small biases towards the draft (give --draft)",
