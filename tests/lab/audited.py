@@ -134,7 +134,7 @@ class Rule:
         if self.without:
             params = replace(params, **self.without)
         histories = entry.row_histories(drafted, logits.shape[-1])
-        if self.ignores_mask and entry.sequence.params.frequency_penalty == 0:
+        if self.ignores_mask and not entry.sequence.params.needs_history:
             histories = []
         packed = pack_params([params], "cpu", [0] * len(logits))
         rows = target_probs(logits, packed, histories)
@@ -316,16 +316,17 @@ class EngineEndpoint:
         while self.engine.has_unfinished:
             self.engine.step()
         outputs = [found.get(name) or self.engine.take_output(name) for name in ids]
-        return [self.answer_of(output) for output in outputs]
+        return [self.answer_of(q, output) for q, output in zip(questions, outputs, strict=True)]
 
-    def answer_of(self, output: RequestOutput) -> AuditAnswer:
-        """The answer of a request that has ended."""
+    def answer_of(self, question: Question, output: RequestOutput) -> AuditAnswer:
+        """The answer of a request that has ended; its text is cut at the stop string."""
         sample = output.completions[0]
         reason = None if sample.finish_reason == "abort" else sample.finish_reason
+        text = "".join(CHARACTERS[token] for token in sample.token_ids)
         return AuditAnswer(
             token_ids=sample.token_ids,
             step_sizes=step_sizes(sample.sources),
-            text="".join(CHARACTERS[token] for token in sample.token_ids),
+            text=text.split(question.stop)[0] if question.stop else text,
             finish_reason=reason,
             num_charged=len(sample.token_ids),
             num_drafted=sample.acceptance.num_drafted,

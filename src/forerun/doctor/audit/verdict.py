@@ -10,18 +10,17 @@ from typing import Literal
 
 from jinja2 import Environment, StrictUndefined
 
-from forerun.doctor.audit.alternatives import FAMILIES
 from forerun.doctor.audit.config import ROUNDS
 from forerun.doctor.audit.ledger import (
     EVERYTHING,
     Deviation,
-    Ledger,
     Moments,
     PlaceDeviation,
     mean_interval,
 )
 from forerun.doctor.audit.readings import DIRECTIONS
 from forerun.doctor.audit.run import Audit
+from forerun.doctor.audit.signatures import name_family
 from forerun.terminal_text import printable
 
 Status = Literal["no_deviation", "deviates", "cannot_judge"]
@@ -42,6 +41,10 @@ MEANINGS: Mapping[str, str] = {
     "stale_state": "the text fits another context than its own: state of rejected tokens is kept",
     "shared_seeds": "separate requests draw with the same random numbers",
     "grammar": "the grammar does not bind every token: its mask is missing in the pass",
+    "ending": "texts end too late or too early, or are not those of their ids",
+    "bonus": "the token after a whole accepted draft comes from another distribution",
+    "numerics": "the verification pass computes other probabilities than a plain pass: rounding, "
+    "fewer bits, or another kernel",
     "unnamed": "the deviation resembles no fault that is known here",
 }
 """Description of every family of faults."""
@@ -53,12 +56,9 @@ _LEFT_OUT = (
     "The text deviates by less than {:.0%}, the share of answers whose token ids are unknown. They "
     "are left out, which can explain the deviation."
 )
-_FAVOURED = math.log(100.0)
-"""Log-likelihood ratio from which a text supports an alternative."""
 _FEW_TOKENS, _FEW_OF_GROUP, _FEW_ANSWERS = 500, 100, 5
 _LEAST_DRAFTED, _LEAST_SHARE = 30, 0.02
 """Draft tokens that must be verified, and their share of the output, to judge speculation."""
-_THRESHOLD_SHARE = 0.01
 _SIGMAS = 3.0
 _BY_ANSWER = ("kind grammar", "kind stopped")
 FORMS = frozenset({"grammar", "ending", "text"})
@@ -83,8 +83,6 @@ _OPTIONAL = {
     "text": "texts against their token ids (give a --reference model)",
 }
 _PLACE_TOKENS = 30
-_COPIED_SHARE = 0.3
-"""Least share of tokens, beyond chance, that repeat an earlier answer if its noise was reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +223,7 @@ def _without_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ..
 
 def _with_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...]) -> AuditVerdict:
     first = audit.ledger.deviations("served")[0]
-    family = family_of(audit.ledger, math.log(20.0))
+    family = name_family(audit.ledger)
     cause = "shown" if family == "shared_seeds" else contrast(audit, first)
     profile = audit.ledger.by_place(first.group, first.direction, in_step=False)
     steps = audit.ledger.by_place(first.group, first.direction, in_step=True)
@@ -301,32 +299,6 @@ def contrast_of(served: Moments, control: Moments) -> Literal["shown", "denied",
     if sigmas >= _SIGMAS and abs(control.mean) < abs(served.mean):
         return "shown"
     return "denied" if abs(control.mean) / control.error >= _SIGMAS else "open"
-
-
-def family_of(ledger: Ledger, alarm_log_e: float) -> str:
-    """Return the family of faults that explains a deviation best."""
-    strong = [item for item in ledger.deviations("served") if item.log_e >= alarm_log_e]
-    by_direction = {item.direction: item for item in reversed(strong)}
-    copied = by_direction.get("copied")
-    if copied is not None and copied.mean >= _COPIED_SHARE:
-        return "shared_seeds"
-    plain = f"kind {ledger.config.kinds[0].name}"
-    kinds = {item.group for item in strong if item.group.startswith("kind ")}
-    if plain in kinds or not kinds:
-        return _likeliest(ledger.likelihoods(plain))
-    # Plain sampling does not deviate, so the fault is in what the other kinds add to it.
-    if "grammar" in by_direction:
-        return "grammar"
-    if (excluded := by_direction.get("excluded")) is not None:
-        return "threshold" if excluded.mean < _THRESHOLD_SHARE else "one_sided_filter"
-    if kinds == {"kind greedy"}:
-        return "relaxed_greedy"
-    return _likeliest(ledger.likelihoods(min(kinds)))
-
-
-def _likeliest(found: Mapping[str, float]) -> str:
-    best = max(found, key=lambda name: found[name], default=None)
-    return FAMILIES[best] if best is not None and found[best] >= _FAVOURED else "unnamed"
 
 
 def places_in_words(profile: list[PlaceDeviation], steps: list[PlaceDeviation]) -> str:

@@ -1,0 +1,121 @@
+"""Names a fault by what deviates, where it deviates, and which alternative fits best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log, sqrt
+
+from forerun.doctor.audit.alternatives import FAMILIES
+from forerun.doctor.audit.ledger import EVERYTHING, Deviation, Ledger, Moments
+
+_FAVOURED = log(100.0)
+"""Log-likelihood ratio from which a text supports an alternative, and one prevails over another."""
+_STRONG_LOG_E = log(2000.0)
+"""Of one bet among hundreds: a smaller one is seen somewhere by chance."""
+_SIGMAS, _FEW = 3.0, 30
+_COPIED_SHARE = 0.3
+"""Least share of tokens, beyond chance, that repeat an earlier answer if its noise was reused."""
+_THRESHOLD_SHARE = 0.01
+_PLAIN = ("kind sampled", "kind seeded", "kind chat")
+_FILTERED = ("kind filtered", "kind top_k", "kind min_p")
+_COUNTED = ("kind penalised", "kind repetition", "kind biased")
+_CACHED = ("setting again", "setting continued", "setting aborted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """What a family of faults shows, and what it does not show."""
+
+    family: str
+    shows: frozenset[str]
+    lacks: frozenset[str] = frozenset()
+
+
+def _sign(family: str, shows: str, lacks: str = "") -> Signature:
+    return Signature(family=family, shows=frozenset(shows.split()), lacks=frozenset(lacks.split()))
+
+
+SIGNATURES = (
+    _sign("shared_seeds", "copied"),
+    _sign("ending", "form", "copied"),
+    _sign("ending", "ends-first", "copied form"),
+    _sign("grammar", "grammar", "plain filtered counted copied"),
+    _sign("relaxed_greedy", "greedy", "plain filtered counted grammar copied"),
+    _sign("threshold", "excluded-seldom", "plain counted copied"),
+    _sign("one_sided_filter", "filtered", "plain counted excluded-seldom copied"),
+    _sign("missing_penalties", "counted", "plain copied"),
+    _sign("bonus", "plain full-only", "copied ends-first"),
+    _sign("stale_state", "plain cached-only", "copied full-only ends-first"),
+)
+"""Facts by which a family is known; where none fits, likelihoods decide."""
+
+
+def name_family(ledger: Ledger) -> str:
+    """Return the family of faults that explains a deviation; "unnamed" if two do or none does."""
+    facts = find_facts(ledger)
+    fitting = {s.family for s in SIGNATURES if s.shows <= facts and not s.lacks & facts}
+    if len(fitting) == 1:
+        return fitting.pop()
+    if fitting or "plain" not in facts:
+        return "unnamed"
+    return _likeliest(ledger.likelihoods(_PLAIN[0]))
+
+
+def find_facts(ledger: Ledger) -> frozenset[str]:
+    """Return what deviates, and where it does."""
+    everything = ledger.deviations("served")
+    strong = [item for item in everything if item.log_e >= _STRONG_LOG_E] or everything[:1]
+    of_rows = [d for d in strong if d.direction not in ("copied", "grammar", "ending", "text")]
+    groups = {item.group for item in of_rows if item.direction != "ends"}
+    by_direction = {item.direction: item for item in reversed(strong)}
+    facts = {
+        "copied": "copied" in by_direction and by_direction["copied"].mean >= _COPIED_SHARE,
+        "grammar": "grammar" in by_direction,
+        "form": bool({"ending", "text"} & by_direction.keys()),
+        "ends-first": strong[0].direction == "ends",
+        "greedy": "kind greedy" in groups,
+        "plain": bool(groups.intersection(_PLAIN)),
+        "filtered": bool(groups.intersection(_FILTERED)),
+        "counted": bool(groups.intersection(_COUNTED)),
+        "excluded-seldom": _is_seldom(by_direction.get("excluded")),
+        "full-only": _is_only_in(ledger, of_rows, "step full"),
+        "cached-only": any(_is_only_in(ledger, of_rows, group) for group in _CACHED),
+    }
+    return frozenset(name for name, is_seen in facts.items() if is_seen)
+
+
+def _is_seldom(excluded: Deviation | None) -> bool:
+    return excluded is not None and excluded.mean < _THRESHOLD_SHARE
+
+
+def _is_only_in(ledger: Ledger, strong: list[Deviation], group: str) -> bool:
+    """Whether the strongest deviation is one of this group of tokens, and of no others."""
+    if not strong:
+        return False
+    direction = strong[0].direction
+    here = ledger.moved("served", direction, group)
+    everywhere = ledger.moved("served", direction, EVERYTHING)
+    elsewhere = Moments(
+        num=everywhere.num - here.num,
+        total=everywhere.total - here.total,
+        squares=everywhere.squares - here.squares,
+    )
+    return _is_clear(here) and elsewhere.num >= _FEW and not _is_clear(elsewhere)
+
+
+def _is_clear(moved: Moments) -> bool:
+    if moved.num < _FEW:
+        return False
+    return abs(moved.mean) > _SIGMAS * moved.spread / sqrt(moved.num)
+
+
+def _likeliest(found: Mapping[str, float]) -> str:
+    """Return the family of the likeliest alternative; "unnamed" if another is nearly as likely."""
+    best: dict[str, float] = {}
+    for name, value in found.items():
+        best[FAMILIES[name]] = max(value, best.get(FAMILIES[name], value))
+    ordered = sorted(best, key=lambda family: -best[family])
+    if not ordered or best[ordered[0]] < _FAVOURED:
+        return "unnamed"
+    return ordered[0]
