@@ -18,10 +18,10 @@ from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole, progress_bar
 from forerun.client.urls import is_url, shown_source, shown_url
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 
 if TYPE_CHECKING:
-    from forerun.doctor.audit.config import AuditConfig
+    from forerun.doctor.audit.config import AuditConfig, Kind
     from forerun.doctor.audit.rounds import Prompt
     from forerun.doctor.audit.run import Audit
     from forerun.doctor.audit.verdict import AuditVerdict
@@ -51,7 +51,8 @@ class AuditOptions:
     """Environment variable with the API key; with two servers, one for each.
     Default: OPENAI_API_KEY, if it is set."""
     prompts: Path | None = None
-    """Texts to continue: .jsonl with "prompt", else one a line or between "---"."""
+    """Texts to continue: .jsonl with "prompt" or "messages", else one a line or between "---".
+    Records of a .jsonl may have sampling parameters; then all requests have such parameters."""
     tokens: int = 20_000
     """Most output tokens in all."""
     requests: int = 2_000
@@ -85,6 +86,7 @@ def run(options: AuditOptions) -> int:
         num_tokens=options.max_tokens,
         false_alarms=options.false_alarms,
         tie_margin=options.tie_margin,
+        kinds=_read_kinds(options.prompts),
     )
     for flag, path in (("--state", options.state), ("--out", options.out)):
         check_writable(flag, path)
@@ -154,6 +156,21 @@ def _prepare_audit(options: AuditOptions, config: AuditConfig, stack: ExitStack)
     }
     state = StateFile(options.state, header)
     return Audit(config, endpoint, reference, [*prompts, *chats], state)
+
+
+def _read_kinds(path: Path | None) -> tuple[Kind, ...]:
+    """Return the kinds of request that a prompt file has parameters of, or the default ones."""
+    from forerun.bounded_read import json_lines
+    from forerun.doctor.audit.config import KINDS, kinds_of
+    from forerun.measure.prompt_files import STREAM
+
+    if path is None or path.suffix != ".jsonl" or path.is_dir():
+        return KINDS
+    try:
+        rows = [row for _, row in islice(json_lines(path, STREAM), _MOST_PROMPTS)]
+    except (OSError, UnreadableInput) as error:
+        raise InvalidRequest(f"--prompts {path} cannot be read: {error}") from error
+    return kinds_of(row for row in rows if isinstance(row, dict))
 
 
 def _read_prompts(path: Path | None) -> tuple[list[str], list[str]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from forerun.doctor.audit.records import Question, Setting
 from forerun.engine.http_backend import sampling_fields
-from forerun.errors import Range, check_ranges
+from forerun.errors import InvalidRequest, Range, check_ranges
 from forerun.sampling.config import SamplingParams
 
 GRAMMAR = "[0-9]{3}-[a-f]{4}"
@@ -39,6 +40,22 @@ class Kind:
     has_stop: bool = False
     has_grammar: bool = False
     is_chat: bool = False
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether the parameters exclude tokens."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token follows the model's own distribution, at some temperature."""
+        is_changed = self.is_filtered or self.is_counted or self.has_grammar
+        return self.temperature > 0.0 and not (is_changed or self.has_stop)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the parameters make single tokens likelier or less likely."""
+        return self.counts_tokens or self.prompt_bias != 0.0
 
     @property
     def counts_tokens(self) -> bool:
@@ -88,6 +105,33 @@ KINDS = (
     Kind(name="grammar", share=0.04, has_grammar=True),
     Kind(name="stopped", share=0.03, has_stop=True),
 )
+TRAFFIC = "temperature top_p top_k min_p frequency_penalty repetition_penalty".split()
+"""Fields of a request that make it one of another kind."""
+_MOST_KINDS = 8
+
+
+def kinds_of(requests: Iterable[Mapping[str, object]]) -> tuple[Kind, ...]:
+    """Return the kinds of some requests, the most frequent first; `KINDS` if none has parameters.
+
+    Raises InvalidRequest where a parameter is no number.
+    """
+    counts = Counter(
+        tuple((name, row[name]) for name in TRAFFIC if row.get(name) is not None)
+        for row in requests
+    )
+    if not any(counts):
+        return KINDS
+    found = []
+    for fields, count in counts.most_common(_MOST_KINDS):
+        name = ", ".join(f"{field} {value}" for field, value in fields) or "no parameters"
+        if not all(isinstance(v, int | float) and not isinstance(v, bool) for _, v in fields):
+            raise InvalidRequest(f"a request has {name!r:.100}; parameters must be numbers")
+        kind = Kind(name=name, share=count / counts.total(), **dict(fields))  # type: ignore[arg-type]
+        kind.params_for(Question(arm="served", kind=name, prompt=(), num_tokens=1, group=0))
+        found.append(kind)
+    return tuple(found)
+
+
 ROUNDS: tuple[Setting, ...] = (
     *("alone", "together", "alone", "together", "again"),
     *("alone", "aborted", "alone", "continued", "long"),

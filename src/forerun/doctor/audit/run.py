@@ -201,7 +201,8 @@ class Audit:
         if self._alarmed is None:
             self._alarmed = self.ledger.deviations("served")[0]
         kind = self.alarmed_kind(self._alarmed)
-        counts, plain = self._confirmed, self.config.kinds[0]
+        counts = self._confirmed
+        plain = next((k for k in self.config.kinds if k.is_plain), kind)
         arm: Arm = "control" if counts["control"] <= counts["served"] else "served"
         if min(counts["control"], counts["served"]) >= self.config.confirm_tokens:
             return []

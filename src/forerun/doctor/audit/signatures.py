@@ -17,9 +17,6 @@ _SIGMAS, _FEW = 3.0, 30
 _COPIED_SHARE = 0.3
 """Least share of tokens, beyond chance, that repeat an earlier answer if its noise was reused."""
 _THRESHOLD_SHARE = 0.01
-_PLAIN = ("kind sampled", "kind seeded", "kind chat")
-_FILTERED = ("kind filtered", "kind top_k", "kind min_p")
-_COUNTED = ("kind penalised", "kind repetition", "kind biased")
 _CACHED = ("setting again", "setting continued", "setting aborted")
 
 
@@ -59,12 +56,14 @@ def name_family(ledger: Ledger) -> str:
         return fitting.pop()
     if fitting or "plain" not in facts:
         return "unnamed"
-    return _likeliest(ledger.likelihoods(_PLAIN[0]))
+    plain = [f"kind {kind.name}" for kind in ledger.config.kinds if kind.is_plain]
+    num_tokens = ledger.arms["served"].num_tokens
+    return _likeliest(ledger.likelihoods(max(plain, key=lambda group: num_tokens[group])))
 
 
 def find_facts(ledger: Ledger) -> frozenset[str]:
     """Return what deviates, and where it does."""
-    everything = ledger.deviations("served")
+    everything, kinds = ledger.deviations("served"), ledger.config.kinds
     strong = [item for item in everything if item.log_e >= _STRONG_LOG_E] or everything[:1]
     of_rows = [d for d in strong if d.direction not in ("copied", "grammar", "ending", "text")]
     groups = {item.group for item in of_rows if item.direction != "ends"}
@@ -74,10 +73,10 @@ def find_facts(ledger: Ledger) -> frozenset[str]:
         "grammar": "grammar" in by_direction,
         "form": bool({"ending", "text"} & by_direction.keys()),
         "ends-first": strong[0].direction == "ends",
-        "greedy": "kind greedy" in groups,
-        "plain": bool(groups.intersection(_PLAIN)),
-        "filtered": bool(groups.intersection(_FILTERED)),
-        "counted": bool(groups.intersection(_COUNTED)),
+        "greedy": bool(groups & {f"kind {k.name}" for k in kinds if k.temperature == 0.0}),
+        "plain": bool(groups & {f"kind {k.name}" for k in kinds if k.is_plain}),
+        "filtered": bool(groups & {f"kind {k.name}" for k in kinds if k.is_filtered}),
+        "counted": bool(groups & {f"kind {k.name}" for k in kinds if k.is_counted}),
         "excluded-seldom": _is_seldom(by_direction.get("excluded")),
         "full-only": _is_only_in(ledger, of_rows, "step full"),
         "cached-only": any(_is_only_in(ledger, of_rows, group) for group in _CACHED),
