@@ -107,10 +107,20 @@ def _log_mean_exp(logs: Float[ndarray, " n"]) -> float:
 _WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Shares of the tokens that a fault may concern; the likeliest counts."""
 ONE_SIDED = frozenset(
-    {"copied", "excluded", "not_best", "grammar", "repeats", "draft", "ending", "text"}
+    {
+        "copied",
+        "excluded",
+        "not_best",
+        "grammar",
+        "repeats",
+        "draft",
+        "ending",
+        "text",
+        "excluded_by_far",
+    }
 )
 """Directions that a fault moves up; the others may move either way."""
-_TOLERANCES = {"excluded": 0.02, "grammar": 0.005, "text": 5.0}
+_TOLERANCES = {"excluded": 0.1, "excluded_by_far": 0.02, "grammar": 0.005, "text": 5.0}
 """Of directions that rounding moves less, or more, as shares of the tolerance."""
 _PER_ANSWER = frozenset({"copied", "grammar", "ending", "text"})
 """Directions that compare an answer, and bound no distribution of a token."""

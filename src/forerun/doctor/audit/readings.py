@@ -35,6 +35,7 @@ DIRECTIONS: Mapping[str, str] = {
     "copied": "how often a second answer repeats the first",
     "serial": "dependence of neighbouring tokens on the same noise",
     "excluded": "tokens that the parameters exclude",
+    "excluded_by_far": "tokens far below those that the parameters leave",
     "unprocessed": "how often tokens are taken that the parameters make less likely",
     "ends": "how often the text ends",
     "not_best": "at temperature 0, tokens that are not the most likely one, without near ties",
@@ -55,6 +56,7 @@ class ExpectedRows:
         draft: the draft's rows over the same columns, if it is known.
         unprocessed: rows without filters, penalties and biases, if there are any.
         excluded: whether the parameters exclude the token by more than rounding.
+        excluded_by_far: whether it is less likely than a pass of few bits explains.
         margins: natural logarithm of the best probability over the token's, at temperature 1.
         places: of the tokens in the answer; None where all have a row, from the first on.
         ends: whether the token ends the text, and the probability that one does; NaN if unknown.
@@ -69,6 +71,7 @@ class ExpectedRows:
     unprocessed: Rows | None = None
     further: Mapping[str, Rows] = field(default_factory=dict)
     excluded: Bool[ndarray, " n"] | None = None
+    excluded_by_far: Bool[ndarray, " n"] | None = None
     margins: Float[ndarray, " n"] | None = None
 
     @property
@@ -143,6 +146,8 @@ def read_sampled(
         found["ends"] = rows.ends
     if rows.excluded is not None:
         found["excluded"] = (rows.excluded * 1.0, np.zeros(num))
+    if rows.excluded_by_far is not None:
+        found["excluded_by_far"] = (rows.excluded_by_far * 1.0, np.zeros(num))
     if rows.ids is not None:
         return found, {}
     for name, other in (("draft", rows.draft), ("unprocessed", rows.unprocessed)):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forerun.models.base import LanguageModel
     from forerun.models.tokenizers import Tokenizer
 
-_OUTSIDE, _FAR_BELOW = 0.02, 0.75
+_OUTSIDE, _BELOW, _FAR_BELOW = 0.02, 0.75, 0.15
 """A token is excluded if it lies this mass beyond top_p, or below this share of the least likely
 token that top_k or min_p keeps."""
 _MOST_SUM = 1.001
@@ -173,12 +173,12 @@ class ReferenceModel:
         probs = self._probs(logits, params, prompt, tokens)
         further = {"row_before": np.concatenate([probs[:1], probs[:-1]])}
         plain = SamplingParams(temperature=params.temperature)
-        unprocessed = excluded = None
+        unprocessed = excluded = far = None
         if params.has_processors:
             unprocessed = self._probs(logits, plain, prompt, tokens)
             further[_name_unprocessed(kind)] = unprocessed
         if unprocessed is not None and not params.needs_history:
-            excluded = _is_excluded(unprocessed, probs, at, kind.top_p)
+            excluded, far = _find_excluded(unprocessed, probs, at, kind.top_p)
         draft = None if self.draft is None else self._draft_probs(ids, params, prompt, tokens)
         is_end = np.isin(at, self._ending) * 1.0
         return ExpectedRows(
@@ -188,6 +188,7 @@ class ReferenceModel:
             unprocessed=unprocessed,
             further=further,
             excluded=excluded,
+            excluded_by_far=far,
             margins=margins,
             ends=(is_end, probs[:, self._ending].sum(-1)) if self._ending else None,
         )
@@ -277,12 +278,17 @@ def _name_unprocessed(kind: Kind) -> str:
     return "unbiased" if kind.prompt_bias else "unfiltered"
 
 
-def _is_excluded(unfiltered: Rows, filtered: Rows, at: ndarray, top_p: float) -> ndarray:
-    """Whether a token is excluded by more than rounding, which moves the edge of a filter."""
+def _find_excluded(
+    unfiltered: Rows, filtered: Rows, at: ndarray, top_p: float
+) -> tuple[ndarray, ndarray]:
+    """Return whether a token is excluded by more than rounding, and whether it is by far.
+
+    Rounding moves the edge of a filter, and a pass of few bits moves it further.
+    """
     own = unfiltered[np.arange(len(at)), at]
-    if top_p < 1.0:
-        found: ndarray = (unfiltered * (unfiltered > own[:, None])).sum(-1) > top_p + _OUTSIDE
-        return found
     least = np.where(filtered > 0, unfiltered, np.inf).min(-1)
-    is_below: ndarray = own < _FAR_BELOW * least
-    return is_below
+    if top_p < 1.0:
+        is_outside = (unfiltered * (unfiltered > own[:, None])).sum(-1) > top_p + _OUTSIDE
+    else:
+        is_outside = own < _BELOW * least
+    return is_outside, is_outside & (own < _FAR_BELOW * least)

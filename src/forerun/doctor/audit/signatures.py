@@ -17,6 +17,8 @@ _SIGMAS, _FEW = 3.0, 30
 _COPIED_SHARE = 0.3
 """Least share of tokens, beyond chance, that repeat an earlier answer if its noise was reused."""
 _THRESHOLD_SHARE = 0.01
+_FAR_SHARE = 0.25
+"""Least share of excluded tokens that a few bits do not explain."""
 _CACHED = ("setting again", "setting continued", "setting aborted")
 
 
@@ -39,8 +41,9 @@ SIGNATURES = (
     _sign("ending", "ends-first", "copied form"),
     _sign("grammar", "grammar", "plain filtered counted copied"),
     _sign("relaxed_greedy", "greedy", "plain filtered counted grammar copied"),
-    _sign("threshold", "excluded-seldom", "plain counted copied"),
-    _sign("one_sided_filter", "filtered", "plain counted excluded-seldom copied"),
+    _sign("threshold", "excluded-seldom excluded-far", "plain counted copied"),
+    _sign("one_sided_filter", "filtered excluded-far", "plain counted excluded-seldom copied"),
+    _sign("numerics", "filtered", "excluded-far favoured copied full-only cached-only"),
     _sign("missing_penalties", "counted", "plain copied"),
     _sign("bonus", "plain full-only", "copied ends-first"),
     _sign("stale_state", "plain cached-only", "copied full-only ends-first"),
@@ -56,15 +59,27 @@ def name_family(ledger: Ledger) -> str:
         return fitting.pop()
     if fitting or "plain" not in facts:
         return "unnamed"
+    return _favour(ledger)
+
+
+def _favour(ledger: Ledger) -> str:
+    """Return the family whose alternative fits plain sampled text best."""
     plain = [f"kind {kind.name}" for kind in ledger.config.kinds if kind.is_plain]
     num_tokens = ledger.arms["served"].num_tokens
+    if not plain:
+        return "unnamed"
     return _likeliest(ledger.likelihoods(max(plain, key=lambda group: num_tokens[group])))
+
+
+def _count(ledger: Ledger, direction: str) -> float:
+    return ledger.moved("served", direction).total
 
 
 def find_facts(ledger: Ledger) -> frozenset[str]:
     """Return what deviates, and where it does."""
     everything, kinds = ledger.deviations("served"), ledger.config.kinds
-    strong = [item for item in everything if item.log_e >= _STRONG_LOG_E] or everything[:1]
+    least = min(_STRONG_LOG_E, 0.7 * everything[0].log_e)
+    strong = [item for item in everything if item.log_e >= least]
     of_rows = [d for d in strong if d.direction not in ("copied", "grammar", "ending", "text")]
     groups = {item.group for item in of_rows if item.direction != "ends"}
     by_direction = {item.direction: item for item in reversed(strong)}
@@ -77,15 +92,13 @@ def find_facts(ledger: Ledger) -> frozenset[str]:
         "plain": bool(groups & {f"kind {k.name}" for k in kinds if k.is_plain}),
         "filtered": bool(groups & {f"kind {k.name}" for k in kinds if k.is_filtered}),
         "counted": bool(groups & {f"kind {k.name}" for k in kinds if k.is_counted}),
-        "excluded-seldom": _is_seldom(by_direction.get("excluded")),
+        "excluded-seldom": 0 < ledger.moved("served", "excluded").mean < _THRESHOLD_SHARE,
+        "excluded-far": _count(ledger, "excluded_by_far") > _FAR_SHARE * _count(ledger, "excluded"),
+        "favoured": _favour(ledger) != "unnamed",
         "full-only": _is_only_in(ledger, of_rows, "step full"),
         "cached-only": any(_is_only_in(ledger, of_rows, group) for group in _CACHED),
     }
     return frozenset(name for name, is_seen in facts.items() if is_seen)
-
-
-def _is_seldom(excluded: Deviation | None) -> bool:
-    return excluded is not None and excluded.mean < _THRESHOLD_SHARE
 
 
 def _is_only_in(ledger: Ledger, strong: list[Deviation], group: str) -> bool:

@@ -606,7 +606,7 @@ def asked_of():
         return one(question)
 
     stream.one = note
-    audit_of(stream, tokens=20_000).run(silent)
+    audit_of(stream, tokens=8000).run(silent)
     return asked
 
 
@@ -615,7 +615,7 @@ def test_requests_are_sent_in_every_circumstance():
     sizes = Counter(question.round for question in asked)
     assert {1, 8} <= {*sizes.values()}
     assert {question.setting for question in asked} == {*ROUNDS}
-    assert max(question.num_tokens for question in asked) == 500
+    assert max(question.num_tokens for question in asked) == 200
     assert any(question.cut_at for question in asked)
     assert any(not question.is_streamed for question in asked)
     again = [question for question in asked if question.setting == "again"]
