@@ -120,7 +120,7 @@ ONE_SIDED = frozenset(
     }
 )
 """Directions that a fault moves up; the others may move either way."""
-_TOLERANCES = {"excluded": 0.1, "excluded_by_far": 0.02, "grammar": 0.005, "text": 5.0}
+_TOLERANCES = {"excluded": 0.05, "excluded_by_far": 0.02, "grammar": 0.005, "text": 5.0}
 """Of directions that rounding moves less, or more, as shares of the tolerance."""
 _PER_ANSWER = frozenset({"copied", "grammar", "ending", "text"})
 """Directions that compare an answer, and bound no distribution of a token."""

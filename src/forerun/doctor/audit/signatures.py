@@ -17,7 +17,7 @@ _SIGMAS, _FEW = 3.0, 30
 _COPIED_SHARE = 0.3
 """Least share of tokens, beyond chance, that repeat an earlier answer if its noise was reused."""
 _THRESHOLD_SHARE = 0.01
-_FAR_SHARE = 0.25
+_FAR_SHARE = 0.15
 """Least share of excluded tokens that a few bits do not explain."""
 _CACHED = ("setting again", "setting continued", "setting aborted")
 
@@ -37,8 +37,9 @@ def _sign(family: str, shows: str, lacks: str = "") -> Signature:
 
 SIGNATURES = (
     _sign("shared_seeds", "copied"),
-    _sign("ending", "form", "copied"),
-    _sign("ending", "ends-first", "copied form"),
+    _sign("text", "text", "copied ending"),
+    _sign("ending", "ending", "copied"),
+    _sign("ending", "ends-first", "copied ending text"),
     _sign("grammar", "grammar", "plain filtered counted copied"),
     _sign("relaxed_greedy", "greedy", "plain filtered counted grammar copied"),
     _sign("threshold", "excluded-seldom excluded-far", "plain counted copied"),
@@ -63,12 +64,11 @@ def name_family(ledger: Ledger) -> str:
 
 
 def _favour(ledger: Ledger) -> str:
-    """Return the family whose alternative fits plain sampled text best."""
-    plain = [f"kind {kind.name}" for kind in ledger.config.kinds if kind.is_plain]
-    num_tokens = ledger.arms["served"].num_tokens
-    if not plain:
-        return "unnamed"
-    return _likeliest(ledger.likelihoods(max(plain, key=lambda group: num_tokens[group])))
+    """Return the family whose alternative fits best the plain text that deviates most."""
+    plain = {f"kind {kind.name}" for kind in ledger.config.kinds if kind.is_plain}
+    first = (item.group for item in ledger.deviations("served") if item.group in plain)
+    group = next(first, None)
+    return "unnamed" if group is None else _likeliest(ledger.likelihoods(group))
 
 
 def _count(ledger: Ledger, direction: str) -> float:
@@ -86,7 +86,8 @@ def find_facts(ledger: Ledger) -> frozenset[str]:
     facts = {
         "copied": "copied" in by_direction and by_direction["copied"].mean >= _COPIED_SHARE,
         "grammar": "grammar" in by_direction,
-        "form": bool({"ending", "text"} & by_direction.keys()),
+        "ending": "ending" in by_direction,
+        "text": "text" in by_direction,
         "ends-first": strong[0].direction == "ends",
         "greedy": bool(groups & {f"kind {k.name}" for k in kinds if k.temperature == 0.0}),
         "plain": bool(groups & {f"kind {k.name}" for k in kinds if k.is_plain}),

@@ -41,7 +41,8 @@ MEANINGS: Mapping[str, str] = {
     "stale_state": "the text fits another context than its own: state of rejected tokens is kept",
     "shared_seeds": "separate requests draw with the same random numbers",
     "grammar": "the grammar does not bind every token: its mask is missing in the pass",
-    "ending": "texts end too late or too early, or are not those of their ids",
+    "ending": "texts end too late or too early",
+    "text": "texts are not those of their token ids",
     "bonus": "the token after a whole accepted draft comes from another distribution",
     "numerics": "the verification pass computes other probabilities than a plain pass: rounding, "
     "fewer bits, or another kernel",
