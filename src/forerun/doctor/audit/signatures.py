@@ -42,12 +42,16 @@ SIGNATURES = (
     _sign("ending", "ends-first", "copied ending text"),
     _sign("grammar", "grammar", "plain filtered counted copied"),
     _sign("relaxed_greedy", "greedy", "plain filtered counted grammar copied"),
-    _sign("threshold", "excluded-seldom excluded-far", "plain counted copied"),
-    _sign("one_sided_filter", "filtered excluded-far", "plain counted excluded-seldom copied"),
+    _sign("threshold", "excluded-seldom excluded-far", "plain counted copied full-only"),
+    _sign(
+        "one_sided_filter",
+        "filtered excluded-far",
+        "plain counted excluded-seldom copied full-only",
+    ),
     _sign("numerics", "filtered", "excluded-far favoured copied full-only cached-only"),
-    _sign("missing_penalties", "counted", "plain copied"),
-    _sign("bonus", "plain full-only", "copied ends-first"),
-    _sign("stale_state", "plain cached-only", "copied full-only ends-first"),
+    _sign("missing_penalties", "counted", "plain copied full-only"),
+    _sign("bonus", "full-only", "copied ends-first"),
+    _sign("stale_state", "cached-only", "copied full-only ends-first"),
 )
 """Facts by which a family is known; where none fits, likelihoods decide."""
 
@@ -58,7 +62,7 @@ def name_family(ledger: Ledger) -> str:
     fitting = {s.family for s in SIGNATURES if s.shows <= facts and not s.lacks & facts}
     if len(fitting) == 1:
         return fitting.pop()
-    if fitting or "plain" not in facts:
+    if fitting:
         return "unnamed"
     return _favour(ledger)
 
