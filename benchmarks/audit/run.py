@@ -1,14 +1,16 @@
 """Audits of engines and streams with and without planted faults: false alarms, power, names.
 
-    python -m benchmarks.audit.run clean --seeds 0-99      # false alarms, simulated text streams
-    python -m benchmarks.audit.run engine --seeds 0-9      # the same on healthy engines
-    python -m benchmarks.audit.run faults --seeds 0-4      # every planted fault
-    python -m benchmarks.audit.run power --seeds 0-19      # a fault of total variation .03
-    python -m benchmarks.audit.run argmax --seeds 0-19     # tokens to an alarm at temperature 0
-    python -m benchmarks.audit.run clean-argmax --seeds 0-499
+    python -m benchmarks.audit.run clean --seeds 0-499     # false alarms, simulated text streams
+    python -m benchmarks.audit.run engine --seeds 0-99     # the same on healthy engines
+    python -m benchmarks.audit.run silent --seeds 0-19     # engines that draft nothing
+    python -m benchmarks.audit.run faults --seeds 0-0      # every fault of tests/lab/audited.py
+    python -m benchmarks.audit.run planted --seeds 0-0     # every fault of tests/lab/planted.py
+    python -m benchmarks.audit.run power --seeds 0-17      # a fault of total variation .03
+    python -m benchmarks.audit.run bound --seeds 0-3       # what more tokens rule out
 
-Models are tables of 17 tokens, so that a run takes seconds; "clean" draws text from the table,
-the others run the engine. Every row goes to results/NAME.jsonl; seeds that are there are skipped.
+Models are tables of 17 tokens, so that a run takes seconds; "clean" and "bound" draw text from the
+table, the others run the engine. Every row goes to results/NAME.jsonl; seeds that are there are
+skipped.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from forerun.doctor.audit.verdict import judge
 RESULTS = Path(__file__).parent / "results"
 PROMPTS = [(n % VOCAB_SIZE, (5 * n + 3) % VOCAB_SIZE, 7 * n % VOCAB_SIZE) for n in range(60)]
 STREAM_KINDS = (replace(KINDS[0], share=0.8), replace(KINDS[3], share=0.2))
+MAX_CONTEXT = 4096
 
 
 class Stream:
@@ -55,7 +58,7 @@ class Stream:
         seed: of the run.
     """
 
-    name, control = "a simulated stream", "off"
+    name, control, max_context = "a simulated stream", "off", MAX_CONTEXT
 
     def __init__(self, table: TabularModel, noise: float, seed: int) -> None:
         dice = Dice(seed, "rounding")
@@ -79,7 +82,10 @@ class Stream:
             )
             ids.append(min(token, VOCAB_SIZE - 1))
         found = tuple(ids[len(question.prompt) :])
-        return AuditAnswer(token_ids=found, finish_reason="length", num_charged=len(found))
+        num = len(found)
+        return AuditAnswer(
+            token_ids=found, finish_reason="length", num_charged=num, num_drafted=num
+        )
 
 
 def audited(
@@ -101,6 +107,7 @@ def row_of(audit: Audit) -> dict[str, object]:
         "log_e": round(audit.progress.peak_log_e, 2),
         "num_tokens": audit.progress.spent.num_tokens,
         "bound": verdict.bound,
+        "untested": verdict.untested,
         "sentence": verdict.sentence,
         "wall_s": round(audit.progress.elapsed_s, 2),
     }
@@ -176,23 +183,18 @@ def power(seed: int, *, with_draft: bool) -> dict[str, object]:
     return {**found, "share_kept": round(share, 3)}
 
 
-def argmax(seed: int, tie_margin: float) -> dict[str, object]:
-    """At temperature 0 the two best tokens pass; only greedy requests."""
+def bound(seed: int, num_tokens: int) -> dict[str, object]:
+    """A clean stream of so many tokens."""
     target, draft = pair(seed)
-    planted = next(f for f in FAULTS if f.family == "relaxed_greedy")
-    endpoint = EngineEndpoint(faulty_engine(target, draft, planted), seed)
-    return audited(endpoint, target, None, _greedy_config(tie_margin))
+    config = AuditConfig(max_tokens=num_tokens, kinds=STREAM_KINDS, max_requests=100_000)
+    return audited(Stream(target, 0.01, seed), target, draft, config)
 
 
-def clean_argmax(seed: int, tie_margin: float) -> dict[str, object]:
-    """Greedy text of the reference with rounding of bf16's size."""
-    target, _ = pair(seed)
-    return audited(Stream(target, 0.01, seed), target, None, _greedy_config(tie_margin))
-
-
-def _greedy_config(tie_margin: float) -> AuditConfig:
-    kinds = (replace(KINDS[3], share=1.0),)
-    return AuditConfig(max_tokens=1200, num_tokens=24, tie_margin=tie_margin, kinds=kinds)
+def silent(seed: int) -> dict[str, object]:
+    """An engine that drafts nothing."""
+    target, draft = pair(seed)
+    endpoint = EngineEndpoint(faulty_engine(target, draft, None, 0), seed)
+    return audited(endpoint, target, draft, AuditConfig(max_tokens=4000))
 
 
 def runs_of(name: str) -> dict[str, Callable[[int], dict[str, object]]]:
@@ -206,11 +208,10 @@ def runs_of(name: str) -> dict[str, Callable[[int], dict[str, object]]]:
             "with draft": lambda seed: power(seed, with_draft=True),
             "without draft": lambda seed: power(seed, with_draft=False),
         }
-    margins = {name: 0.5, f"{name}, tie margin .1": 0.1}
-    if name in ("argmax", "clean-argmax"):
-        one = argmax if name == "argmax" else clean_argmax
-        return {label: partial(one, tie_margin=margin) for label, margin in margins.items()}
-    return {name: {"clean": clean, "engine": engine}[name]}
+    if name == "bound":
+        sizes = (2_000, 5_000, 20_000, 100_000)
+        return {f"{size} tokens": partial(bound, num_tokens=size) for size in sizes}
+    return {name: {"clean": clean, "engine": engine, "silent": silent}[name]}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from forerun.doctor.audit.reference import ReferenceModel
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
+from forerun.engine.results import RequestOutput
 from forerun.engine.scheduler import ScheduledSequence
-from forerun.sampling.config import SamplingParams, TokenSource
+from forerun.sampling.config import TokenSource
 from forerun.sampling.noise import Purpose, draw, step_key, uniform
 from forerun.sampling.processors import pack_params, target_probs
 from forerun.sampling.proposal import Verdict
@@ -132,7 +134,7 @@ class Rule:
         if self.without:
             params = replace(params, **self.without)
         histories = entry.row_histories(drafted, logits.shape[-1])
-        if self.ignores_mask and entry.sequence.params.frequency_penalty == 0:
+        if self.ignores_mask and not entry.sequence.params.needs_history:
             histories = []
         packed = pack_params([params], "cpu", [0] * len(logits))
         rows = target_probs(logits, packed, histories)
@@ -269,7 +271,11 @@ def faulty_engine(
         store=TokenStore(NUM_SLOTS, target.max_context, max_staged_rows=300),
     )
     engine = tiny.engine_over(
-        _copy(target, store), DraftModel(drafting, VOCAB_SIZE), k=k, sharing="none"
+        _copy(target, store),
+        DraftModel(drafting, VOCAB_SIZE),
+        k=k,
+        sharing="none",
+        max_batch=NUM_SLOTS,
     )
     if fault.rule is not None:
         plant(engine, fault.rule)
@@ -297,35 +303,57 @@ class EngineEndpoint:
         self.shares_seeds = shares_seeds
         self._seed = seed << 24
 
+    @property
+    def max_context(self) -> int:
+        return self.engine.config.max_context
+
     def ask(self, questions: Sequence[Question], kinds: Mapping[str, Kind]) -> list[AuditAnswer]:
         ids = [self._added(question, kinds[question.kind]) for question in questions]
+        cut = [name for name, q in zip(ids, questions, strict=True) if q.cut_at is not None]
+        for _ in range(CUT_AFTER_STEPS if cut else 0):
+            self.engine.step()
+        found = {name: self.engine.abort(name) for name in cut}
         while self.engine.has_unfinished:
             self.engine.step()
-        found = []
-        for request_id in ids:
-            tokens = self.engine.take_output(request_id).completions[0].token_ids
-            found.append(
-                AuditAnswer(
-                    token_ids=tokens,
-                    text="".join(CHARACTERS[token] for token in tokens),
-                    finish_reason="length",
-                    num_charged=len(tokens),
-                )
-            )
-        return found
+        outputs = [found.get(name) or self.engine.take_output(name) for name in ids]
+        return [self.answer_of(q, output) for q, output in zip(questions, outputs, strict=True)]
+
+    def answer_of(self, question: Question, output: RequestOutput) -> AuditAnswer:
+        """The answer of a request that has ended; its text is cut at the stop string."""
+        sample = output.completions[0]
+        reason = None if sample.finish_reason == "abort" else sample.finish_reason
+        text = "".join(CHARACTERS[token] for token in sample.token_ids)
+        return AuditAnswer(
+            token_ids=sample.token_ids,
+            step_sizes=step_sizes(sample.sources),
+            text=text.split(question.stop)[0] if question.stop else text,
+            finish_reason=reason,
+            num_charged=len(sample.token_ids),
+            num_drafted=sample.acceptance.num_drafted,
+        )
 
     def _added(self, question: Question, kind: Kind) -> str:
         self._seed += 1
         mask = TolerantAutomaton(_AUTOMATON, VOCAB_SIZE) if kind.has_grammar else None
-        params = SamplingParams(
-            temperature=kind.temperature,
-            top_p=kind.top_p,
-            frequency_penalty=kind.frequency_penalty,
+        params = replace(
+            kind.params_for(question),
             max_tokens=GRAMMAR_LENGTH if mask else question.num_tokens,
             seed=7 if self.shares_seeds else self._seed,
             verification="block" if kind.temperature > 0 else "auto",
+            stop=(),
             ignore_eos=True,
         )
         assert not isinstance(question.prompt, str)
         terms = RequestTerms(plan=Plan()) if question.arm == "control" else None
         return self.engine.add_request(list(question.prompt), params, terms=terms, mask=mask)
+
+
+CUT_AFTER_STEPS = 4
+
+
+def step_sizes(sources: Sequence[TokenSource]) -> tuple[int, ...]:
+    """Tokens of every step: all but its last one are accepted draft tokens."""
+    ends = [i for i, source in enumerate(sources) if source is not TokenSource.ACCEPTED]
+    return tuple(
+        end - start for start, end in pairwise([-1, *ends, len(sources) - 1]) if end > start
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,15 +18,17 @@ from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole, progress_bar
 from forerun.client.urls import is_url, shown_source, shown_url
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, UnreadableInput
 
 if TYPE_CHECKING:
-    from forerun.doctor.audit.run import Audit, Prompt
+    from forerun.doctor.audit.config import AuditConfig, Kind
+    from forerun.doctor.audit.rounds import Prompt
+    from forerun.doctor.audit.run import Audit
     from forerun.doctor.audit.verdict import AuditVerdict
-    from forerun.models.tokenizers import Tokenizer
 
-_LONGEST_PROMPT = 400
-"""Characters of a prompt: an audit pays for its prompts too."""
+_MOST_PROMPTS, _JOINED_EVERY, _NUM_JOINED = 400, 10, 6
+"""Most prompts; of the shipped ones, one in ten is several of them, one after the other."""
+_NUM_CHATS = 20
 _CODES = {"no_deviation": Exit.GOOD, "deviates": Exit.PROBLEM, "cannot_judge": Exit.INSUFFICIENT}
 
 
@@ -35,9 +39,10 @@ class AuditOptions:
     url: Annotated[Positional[str], arg(metavar="URL")]
     """Address of a server with the OpenAI API, such as http://localhost:8000/v1."""
     reference: str | None = None
-    """What the text is compared with: a model (name or folder), which is the strongest test, or the
-    URL of a server with the same model and without speculation.
-    Default: the server's own log-probabilities."""
+    """What the text is compared with: a model (name or folder), which is the strongest test, the
+    URL of a server with the same model and without speculation, or "self": the server reads every
+    text again in one pass, without speculation and cache. Default: self, where the server reports
+    log-probabilities of what it reads, else those of its answers."""
     draft: str | None = None
     """The draft model of the server: faults are named more sharply. Needs a --reference model."""
     model: str | None = None
@@ -46,13 +51,14 @@ class AuditOptions:
     """Environment variable with the API key; with two servers, one for each.
     Default: OPENAI_API_KEY, if it is set."""
     prompts: Path | None = None
-    """Texts to continue: .jsonl with "prompt", else one a line or between "---"."""
+    """Texts to continue: .jsonl with "prompt" or "messages", else one a line or between "---".
+    Records of a .jsonl may have sampling parameters; then all requests have such parameters."""
     tokens: int = 20_000
     """Most output tokens in all."""
     requests: int = 2_000
     """Most requests, refused ones included."""
     max_tokens: int = 48
-    """Output tokens of a request."""
+    """Output tokens of most requests; some are for up to 512, a fortieth of all at most."""
     false_alarms: float = 0.01
     """Largest probability of an alarm over a server that follows the reference."""
     tie_margin: float = 0.5
@@ -70,7 +76,9 @@ def run(options: AuditOptions) -> int:
     """Audit a server and show the verdict."""
     from forerun.doctor.audit.config import AuditConfig
 
-    if options.draft is not None and (options.reference is None or is_url(options.reference)):
+    if options.draft is not None and (
+        options.reference in (None, "self") or is_url(options.reference or "")
+    ):
         raise InvalidRequest("--draft needs the model of the server as --reference")
     config = AuditConfig(
         max_tokens=options.tokens,
@@ -78,6 +86,7 @@ def run(options: AuditOptions) -> int:
         num_tokens=options.max_tokens,
         false_alarms=options.false_alarms,
         tie_margin=options.tie_margin,
+        kinds=_read_kinds(options.prompts),
     )
     for flag, path in (("--state", options.state), ("--out", options.out)):
         check_writable(flag, path)
@@ -98,57 +107,112 @@ def run(options: AuditOptions) -> int:
     return _CODES[verdict.status]
 
 
-def _prepare_audit(options: AuditOptions, config: object, stack: ExitStack) -> Audit:
+def _prepare_audit(options: AuditOptions, config: AuditConfig, stack: ExitStack) -> Audit:
     from forerun.client.connection import ClientConfig
-    from forerun.doctor.audit.config import AuditConfig
     from forerun.doctor.audit.endpoint import HttpEndpoint
     from forerun.doctor.audit.records import StateFile
     from forerun.doctor.audit.reference import Reference, ReportedLogprobs, load_reference
+    from forerun.doctor.audit.rounds import Chat
     from forerun.doctor.audit.run import Audit
 
-    assert isinstance(config, AuditConfig)
     name, keys = options.reference, options.api_key_env
-    reference: Reference = ReportedLogprobs()
-    tokenizer, control, ids_by_text = None, None, None
+    is_model = name is not None and name != "self" and not is_url(name)
+    control = None
     if name is not None and is_url(name):
         control = ClientConfig(url=name, key_variable=keys[-1] if keys else None)
-    elif name is not None:
-        loaded = load_reference(name, options.draft, max_context=_LONGEST_PROMPT + 2048)
-        reference, tokenizer, ids_by_text = loaded, loaded.tokenizer, loaded.ids_by_text
     server = ClientConfig(
         url=options.url, model=options.model, key_variable=keys[0] if keys else None
     )
     endpoint = HttpEndpoint(
-        server,
-        control,
-        wants_logprobs=tokenizer is None,
-        num_clients=config.num_clients,
-        ids_by_text=ids_by_text,
+        server, control, wants_logprobs=not is_model, num_clients=config.num_clients
     )
     stack.callback(endpoint.close)
+    texts, messages = _read_prompts(options.prompts)
+    reference: Reference = ReportedLogprobs()
+    encode: Callable[[str], tuple[int, ...] | None] = endpoint.tokenize
+    if is_model:
+        assert name is not None
+        longest = max(map(len, (*texts, *messages)))  # a token has a character or more
+        needed = min(longest + 2 * config.longest, endpoint.max_context or 1 << 20)
+        loaded = load_reference(name, options.draft, max_context=needed)
+        endpoint.ids_by_text = loaded.ids_by_text
+        tokenizer, reference = loaded.tokenizer, loaded
+        if tokenizer is not None:
+            encode = lambda text: tuple(tokenizer.encode(text))  # noqa: E731
+    prompts = _encode_prompts(texts, encode, endpoint.max_context, config)
+    if not is_model and not isinstance(prompts[0], str):
+        endpoint.find_scoring(prompts[0])
+    if name == "self" and not endpoint.scores:
+        raise InvalidRequest(
+            "--reference self: the server reports no log-probabilities of texts that it reads, or "
+            "no token ids (/tokenize); name a model or a second server"
+        )
+    rendered = ((text, endpoint.tokenize(text, is_message=True)) for text in messages)
+    chats = [Chat(message=text, ids=ids) for text, ids in rendered if ids]
     header = {
         "url": shown_url(options.url),
         "reference": shown_source(name or ""),
         "draft": options.draft or "",
     }
-    prompts = _read_prompts(options.prompts, tokenizer)
-    return Audit(config, endpoint, reference, prompts, StateFile(options.state, header))
+    state = StateFile(options.state, header)
+    return Audit(config, endpoint, reference, [*prompts, *chats], state)
 
 
-def _read_prompts(path: Path | None, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
+def _read_kinds(path: Path | None) -> tuple[Kind, ...]:
+    """Return the kinds of request that a prompt file has parameters of, or the default ones."""
+    from forerun.bounded_read import json_lines
+    from forerun.doctor.audit.config import KINDS, kinds_of
+    from forerun.measure.prompt_files import STREAM
+
+    if path is None or path.suffix != ".jsonl" or path.is_dir():
+        return KINDS
+    try:
+        rows = [row for _, row in islice(json_lines(path, STREAM), _MOST_PROMPTS)]
+    except (OSError, UnreadableInput) as error:
+        raise InvalidRequest(f"--prompts {path} cannot be read: {error}") from error
+    return kinds_of(row for row in rows if isinstance(row, dict))
+
+
+def _read_prompts(path: Path | None) -> tuple[list[str], list[str]]:
+    """Return the texts to continue, and the messages to answer."""
     from forerun.measure.prompt_files import read_entries
-    from forerun.models.catalog import held_out_prompts
+    from forerun.models.catalog import chat_prompts, held_out_prompts
 
     if path is None:
         texts = [prompt.text for prompt in held_out_prompts()]
-    else:
-        texts = [entry.text for entry in read_entries(path) if entry.text]
-        if not texts:
-            raise InvalidRequest(f"--prompts {path} has no text to continue")
-    texts = [text[:_LONGEST_PROMPT] for text in texts]
-    if tokenizer is None:
-        return texts
-    return [tuple(tokenizer.encode(text)) for text in texts]
+        for place in range(0, len(texts), _JOINED_EVERY):
+            texts[place] = "\n".join(texts[place : place + _NUM_JOINED])
+        return texts, [prompt.text for prompt in chat_prompts()][:_NUM_CHATS]
+    entries = [*islice(read_entries(path), _MOST_PROMPTS)]
+    texts = [entry.text for entry in entries if entry.text]
+    messages = [e.messages[0]["content"] for e in entries if e.messages]
+    if not texts and not messages:
+        raise InvalidRequest(f"--prompts {path} has no text to continue")
+    return texts or messages, messages[:_NUM_CHATS]
+
+
+def _encode_prompts(
+    texts: Sequence[str],
+    encode: Callable[[str], tuple[int, ...] | None],
+    max_context: int | None,
+    config: AuditConfig,
+) -> list[Prompt]:
+    """Return the ids of prompts, or their texts if ids are unknown; says which ones are cut."""
+    found: list[Prompt] = []
+    most = None if max_context is None else max(1, max_context - config.num_tokens)
+    num_cut = 0
+    for text in texts:
+        ids = encode(text)
+        if ids is None:
+            return [*texts]
+        num_cut += most is not None and len(ids) > most
+        found.append(ids[:most])
+    if num_cut:
+        print(
+            f"{num_cut} prompts are cut to {most} tokens: the server's context holds {max_context}",
+            file=sys.stderr,
+        )
+    return found
 
 
 def _show(audit: Audit, verdict: AuditVerdict) -> None:
@@ -158,6 +222,8 @@ def _show(audit: Audit, verdict: AuditVerdict) -> None:
     console.print(verdict.sentence, style="bold", markup=False)
     for line in (*verdict.reasons, spent_in_words(audit), *verdict.notes):
         console.print(f"  {line}", markup=False)
+    for line in verdict.untested:
+        console.print(f"  not tested: {line}", markup=False)
 
 
 COMMAND = Command(

@@ -88,6 +88,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     speculative_decoding: Speculation | None = None
 
 
+class Timings(msgspec.Struct, frozen=True):
+    """Counts that llama.cpp adds to the last event of a stream."""
+
+    draft_n: Count = 0
+
+
 class _Message(msgspec.Struct, frozen=True):
     content: str | None = None
 
@@ -106,6 +112,7 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
 class _Reply(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...] | None = None
     usage: Usage | None = None
+    timings: Timings | None = None
 
 
 # msgspec examines a type at its first use, and two threads that do so at the same time end the
@@ -146,6 +153,7 @@ class ServerAnswer:
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprob, ...] | None
     usage: Usage | None
+    timings: Timings | None = None
 
     @property
     def num_values(self) -> int:
@@ -183,6 +191,7 @@ def read_answer(found: Any) -> ServerAnswer:
         stop_reason=choice.stop_reason,
         logprobs=_read_logprobs(choice.logprobs),
         usage=reply.usage,
+        timings=reply.timings,
     )
     _check_values(answer.num_values)
     return answer

@@ -30,6 +30,7 @@ FAMILIES: Mapping[str, str] = {
     "draft_unfiltered": "one_sided_filter",
     "unfiltered": "one_sided_filter",
     "unpenalised": "missing_penalties",
+    "unbiased": "missing_penalties",
     "row_before": "wrong_row",
     "flatter": "stale_state",
     "sharper": "acceptance",

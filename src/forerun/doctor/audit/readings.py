@@ -7,7 +7,8 @@ a fault moves the values of some directions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,10 @@ from forerun.doctor.audit import alternatives
 
 Rows = alternatives.Rows
 _RECENT = 64
+_FAR = 64
 _RARE = 0.02
+_CHUNK = 64
+"""Rows of which the alternatives are computed at once: a row of a large vocabulary takes 1 MB."""
 _FLOOR = 1e-9
 _MOST_RATIO = 50.0
 """Largest likelihood ratio of one token: a token at the edge of a filter must not decide."""
@@ -31,8 +35,13 @@ DIRECTIONS: Mapping[str, str] = {
     "copied": "how often a second answer repeats the first",
     "serial": "dependence of neighbouring tokens on the same noise",
     "excluded": "tokens that the parameters exclude",
+    "excluded_by_far": "tokens far below those that the parameters leave",
+    "unprocessed": "how often tokens are taken that the parameters make less likely",
+    "ends": "how often the text ends",
     "not_best": "at temperature 0, tokens that are not the most likely one, without near ties",
     "grammar": "texts outside the grammar",
+    "ending": "texts that go on after their end or their limit",
+    "text": "texts that are not those of the token ids",
     "draft": "how often tokens that the draft prefers are taken",
 }
 
@@ -45,17 +54,30 @@ class ExpectedRows:
         probs: the last column is everything not listed if `ids` is given and has one fewer.
         ids: token ids of the columns in every row; None where column i is token i.
         draft: the draft's rows over the same columns, if it is known.
+        unprocessed: rows without filters, penalties and biases, if there are any.
         excluded: whether the parameters exclude the token by more than rounding.
+        excluded_by_far: whether it is less likely than a pass of few bits explains.
         margins: natural logarithm of the best probability over the token's, at temperature 1.
+        places: of the tokens in the answer; None where all have a row, from the first on.
+        ends: whether the token ends the text, and the probability that one does; NaN if unknown.
     """
 
     probs: Rows
     columns: Int64[ndarray, " n"]
+    places: Int64[ndarray, " n"] | None = None
+    ends: tuple[Float[ndarray, " n"], Float[ndarray, " n"]] | None = None
     ids: Int64[ndarray, "n listed"] | None = None
     draft: Rows | None = None
+    unprocessed: Rows | None = None
     further: Mapping[str, Rows] = field(default_factory=dict)
     excluded: Bool[ndarray, " n"] | None = None
+    excluded_by_far: Bool[ndarray, " n"] | None = None
     margins: Float[ndarray, " n"] | None = None
+
+    @property
+    def indices(self) -> Int64[ndarray, " n"]:
+        """Place in the answer of every token that has a row."""
+        return np.arange(len(self.columns)) if self.places is None else self.places
 
     def column_of(self, row: int, token: int) -> int | None:
         """Return the column of a token; None if it is not listed."""
@@ -73,12 +95,28 @@ class TokenReading:
         values: by direction, one per token, with the expectations; NaN where it says nothing.
         ratios: likelihood of every token under an alternative over that under the reference.
         offsets: its place in what its step emitted, where the server shows its steps.
+        groups: that all tokens are in.
+        is_whole: whether the only value is one of the whole answer.
+        deepest: most tokens of a step until now.
     """
 
     values: Mapping[str, tuple[Float[ndarray, " n"], Float[ndarray, " n"]]]
     ratios: Mapping[str, Float[ndarray, " n"]]
     indices: Int64[ndarray, " n"]
     offsets: Int64[ndarray, " n"]
+    groups: tuple[str, ...] = ()
+    is_whole: bool = False
+    deepest: int = 0
+
+    def members(self) -> Iterator[tuple[str, Bool[ndarray, " n"]]]:
+        """Yield every group with its tokens; all groups are known before the token is drawn."""
+        everyone = np.ones(len(self.indices), dtype=bool)
+        yield from ((group, everyone) for group in self.groups)
+        if not self.is_whole:
+            yield "place beyond 64", self.indices >= _FAR
+            yield "step first", (self.offsets == 0) & (self.indices > 0)
+            yield "step later", self.offsets > 0
+            yield "step full", (self.offsets > 0) & (self.offsets + 1 == self.deepest)
 
 
 def read_sampled(
@@ -86,8 +124,7 @@ def read_sampled(
 ) -> tuple[dict[str, tuple[ndarray, ndarray]], dict[str, ndarray]]:
     """Return the statistics and the likelihood ratios of all tokens of a sampled text.
 
-    `rows` has one row per token. `before` is the prompt, `previous` the answer to the same request
-    before, empty if there is none.
+    `before` is the prompt, `previous` the answer to the same request before, if there is one.
     """
     probs, at = rows.probs, rows.columns
     num, own = len(at), probs[np.arange(len(at)), at]
@@ -103,29 +140,39 @@ def read_sampled(
         "repeats": _repeats(rows, before, tokens),
         "copied": _copied(rows, tokens, previous),
     }
+    if rows.places is not None:  # the noise of tokens that are no neighbours
+        del found["serial"], found["copied"]
+    if rows.ends is not None:
+        found["ends"] = rows.ends
     if rows.excluded is not None:
         found["excluded"] = (rows.excluded * 1.0, np.zeros(num))
-    ratios: dict[str, ndarray] = {}
-    if rows.ids is None:
-        for name, other in _alternatives(rows):
-            of_token = other[np.arange(num), at] / np.maximum(own, _FLOOR)
-            ratios[name] = np.minimum(of_token, _MOST_RATIO)
-        if rows.draft is not None:
-            liked = rows.draft > probs
-            found["draft"] = (liked[np.arange(num), at] * 1.0, (probs * liked).sum(-1))
-    return found, ratios
+    if rows.excluded_by_far is not None:
+        found["excluded_by_far"] = (rows.excluded_by_far * 1.0, np.zeros(num))
+    if rows.ids is not None:
+        return found, {}
+    for name, other in (("draft", rows.draft), ("unprocessed", rows.unprocessed)):
+        if other is not None:
+            liked = other > probs
+            found[name] = (liked[np.arange(num), at] * 1.0, (probs * liked).sum(-1))
+    parts: dict[str, list[ndarray]] = defaultdict(list)
+    for start in range(0, num, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        for name, other in _alternatives(rows, part):
+            of_token = other[np.arange(len(other)), at[part]] / np.maximum(own[part], _FLOOR)
+            parts[name].append(np.minimum(of_token, _MOST_RATIO))
+    return found, {name: np.concatenate(several) for name, several in parts.items()}
 
 
-def _alternatives(rows: ExpectedRows) -> list[tuple[str, Rows]]:
-    probs = rows.probs
-    found = [*alternatives.of_target(probs, rows.further)]
+def _alternatives(rows: ExpectedRows, part: slice) -> Iterator[tuple[str, Rows]]:
+    """Yield the distributions of some rows under every fault that is known here."""
+    probs = rows.probs[part]
+    yield from alternatives.of_target(probs, {n: other[part] for n, other in rows.further.items()})
     if rows.draft is not None:
-        found += alternatives.of_draft(probs, rows.draft)
-        if "unfiltered" in rows.further:
-            found += alternatives.with_filter_on_one_side(
-                probs, rows.draft, rows.further["unfiltered"]
-            )
-    return found
+        draft = rows.draft[part]
+        yield from alternatives.of_draft(probs, draft)
+        if rows.unprocessed is not None:
+            plain = rows.unprocessed[part]
+            yield from alternatives.with_filter_on_one_side(probs, draft, plain)
 
 
 def _rank_order(rows: ExpectedRows) -> ndarray:
@@ -156,9 +203,9 @@ def _repeats(
     rows: ExpectedRows, before: Sequence[int], tokens: Sequence[int]
 ) -> tuple[ndarray, ndarray]:
     history = [*before, *tokens]
-    values, expected = np.zeros(len(tokens)), np.zeros(len(tokens))
-    for row in range(len(tokens)):
-        place = len(before) + row
+    values, expected = np.zeros(len(rows.columns)), np.zeros(len(rows.columns))
+    for row, index in enumerate(rows.indices.tolist()):
+        place = len(before) + index
         recent = set(history[max(0, place - _RECENT) : place])
         if rows.ids is None:
             columns = [token for token in recent if 0 <= token < rows.probs.shape[1]]
@@ -173,8 +220,9 @@ def _copied(
     rows: ExpectedRows, tokens: Sequence[int], previous: Sequence[int]
 ) -> tuple[ndarray, ndarray]:
     """Bet on the earlier answer as long as this one has repeated it."""
-    values, expected = np.full(len(tokens), np.nan), np.full(len(tokens), np.nan)
-    for row, (token, earlier) in enumerate(zip(tokens, previous, strict=False)):
+    num = len(rows.columns)
+    values, expected = np.full(num, np.nan), np.full(num, np.nan)
+    for row, (token, earlier) in enumerate(zip(tokens[:num], previous, strict=False)):
         column = rows.column_of(row, earlier)
         if column is None:
             break

@@ -15,7 +15,10 @@ from forerun.client.client import MAX_ALTERNATIVES, Count, TokenId
 from forerun.errors import InvalidRequest, UnreadableInput
 
 Arm = Literal["served", "control"]
-FORMAT = 1
+Setting = Literal["alone", "together", "again", "continued", "aborted", "long"]
+"""How a request is sent: alone, with others, with a prompt that was sent before, with a prompt that
+goes on with an answer, beside requests that are cut off, or for a long answer."""
+FORMAT = 2
 LOWEST, HIGHEST = -1e4, 100.0
 """Ends between which log-probabilities are kept; JSON has no infinity."""
 _Logprob = Annotated[float, Meta(ge=LOWEST, le=HIGHEST)]
@@ -33,13 +36,23 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         arm: "served" as every client is served, "control" without speculation.
         prompt: token ids, or a text where there is no tokenizer.
         group: requests of the same group have the same prompt and kind.
+        round: questions of one round are sent at once.
+        message: sent as a conversation; `prompt` is how the chat template renders it.
+        stop: string that ends the text.
+        cut_at: tokens after which the client disconnects.
     """
 
     arm: Arm
     kind: str
     prompt: tuple[TokenId, ...] | str
     num_tokens: Count
-    group: int
+    group: Count
+    round: Count = 0
+    setting: Setting = "together"
+    message: str = ""
+    stop: str = ""
+    cut_at: Count | None = None
+    is_streamed: bool = True
 
 
 class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +65,9 @@ class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
         finish_reason: None if the answer was cut off.
         top: per token the most likely tokens with their log-probabilities, if the server gives it.
         num_charged: output tokens counted against the limit.
+        num_prompt: tokens of the prompt, as the server counts them.
+        num_drafted: draft tokens that were verified, as the server counts them; None where it does
+            not.
         problem: why there is no answer, or not all of it.
         is_refused: the server will not answer such a request.
     """
@@ -64,6 +80,8 @@ class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[_Logprob, ...] = ()
     num_charged: Count
     num_requests: Count = 1
+    num_prompt: Count | None = None
+    num_drafted: Count | None = None
     problem: str | None = None
     is_refused: bool = False
 

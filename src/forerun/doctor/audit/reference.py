@@ -12,8 +12,8 @@ from numpy import ndarray
 
 from forerun.client.client import MAX_ID
 from forerun.doctor.audit.config import Kind
-from forerun.doctor.audit.readings import ExpectedRows
-from forerun.doctor.audit.records import AuditAnswer
+from forerun.doctor.audit.readings import ExpectedRows, Rows
+from forerun.doctor.audit.records import AuditAnswer, Question
 from forerun.sampling.config import SamplingParams, draft_params
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from forerun.models.base import LanguageModel
     from forerun.models.tokenizers import Tokenizer
 
-_OUTSIDE = 0.02
-"""Mass by which a token must lie beyond top_p to count as excluded; rounding moves the edge."""
+_OUTSIDE, _BELOW, _FAR_BELOW = 0.02, 0.75, 0.15
+"""A token is excluded if it lies this mass beyond top_p, or below this share of the least likely
+token that top_k or min_p keeps."""
 _MOST_SUM = 1.001
 
 
@@ -31,26 +32,41 @@ _MOST_SUM = 1.001
 class Reference(Protocol):
     """Interface of a source of the distributions that the server's tokens should follow."""
 
-    def rows(self, prompt: Sequence[int], answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
+    def rows(self, question: Question, answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
         """Return the expected distribution of every token of an answer; None if it is not known."""
+        ...
+
+    def text_of(self, question: Question, answer: AuditAnswer) -> str | None:
+        """Return the text that an answer's ids stand for; None if it is not known."""
         ...
 
 
 class ReportedLogprobs:
-    """Expected distributions from the server's own log-probabilities, for unfiltered requests."""
+    """Expected distributions from log-probabilities that a server reports.
+
+    They are those of the most likely tokens before any parameter. Where what the parameters leave
+    is among them, the distribution is known.
+    """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self._ending: set[int] = set()
 
-    def rows(self, prompt: Sequence[int], answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
-        """Return the reported tokens and the rest as one column; None without a full report."""
+    def text_of(self, question: Question, answer: AuditAnswer) -> str | None:
+        """Return None: there is no tokenizer."""
+        return None
+
+    def rows(self, question: Question, answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
+        """Return rows over the listed tokens and one for the rest, where the answer has a list."""
         ids = answer.token_ids
-        is_plain = kind.top_p == 1.0 and not kind.frequency_penalty and not kind.has_grammar
-        tops = [row for row in answer.top if row]
-        if ids is None or not is_plain or not len(ids) == len(tops) == len(answer.logprobs):
+        if ids is None or not len(ids) == len(answer.top) == len(answer.logprobs):
             return None
+        if kind.counts_tokens or kind.prompt_bias or kind.has_grammar:
+            return None
+        places = np.array([i for i, row in enumerate(answer.top) if row], dtype=np.int64)
+        tops = [answer.top[place] for place in places]
         width = min(map(len, tops), default=0)
-        if width < 2 or not self._are_possible(answer, tops):
+        if width < 2 or not self._are_possible(answer, places.tolist()):
             return None
         ordered = [sorted(row, key=lambda item: -item[1])[:width] for row in tops]
         listed = np.array([[token for token, _ in row] for row in ordered], dtype=np.int64)
@@ -58,21 +74,42 @@ class ReportedLogprobs:
             self.problems.append("alternatives come without ids: give a --reference model")
             return None
         logs = np.array([[value for _, value in row] for row in ordered])
-        probs = np.exp(logs)
-        probs = np.concatenate([probs, np.maximum(1.0 - probs.sum(-1, keepdims=True), 0.0)], 1)
-        tokens = np.array(ids, dtype=np.int64)
+        tokens = np.array(ids, dtype=np.int64)[places]
         matches = listed == tokens[:, None]
         columns = np.where(matches.any(-1), matches.argmax(-1), width)
-        margins = np.maximum(logs[:, 0] - np.array(answer.logprobs), 0.0)
+        probs = _probs_of_listed(logs, kind)
+        margins = np.maximum(logs[:, 0] - np.array(answer.logprobs)[places], 0.0)
+        if probs is None:
+            return None
+        is_whole = len(places) == len(ids)
         return ExpectedRows(
-            probs=probs / probs.sum(-1, keepdims=True), columns=columns, ids=listed, margins=margins
+            probs=probs,
+            columns=columns,
+            ids=listed,
+            margins=margins,
+            places=None if is_whole else places,
+            ends=self._ends(answer, tokens, listed, probs) if is_whole else None,
         )
 
-    def _are_possible(
-        self, answer: AuditAnswer, tops: Sequence[Sequence[tuple[int, float]]]
-    ) -> bool:
-        for row, own, token in zip(tops, answer.logprobs, answer.token_ids or (), strict=True):
-            values = dict(row)
+    def _ends(
+        self, answer: AuditAnswer, tokens: ndarray, listed: ndarray, probs: Rows
+    ) -> tuple[ndarray, ndarray] | None:
+        """Compare how often the text ends, by the ids that have ended earlier answers."""
+        known = [*self._ending]
+        if answer.finish_reason == "stop":
+            self._ending.add(int(tokens[-1]))
+        if not known:
+            return None
+        matches = np.isin(listed, known)
+        expected = (probs[:, : listed.shape[1]] * matches).sum(-1)
+        is_listed = matches.any(-1)
+        values = np.isin(tokens, known) * 1.0
+        return np.where(is_listed, values, np.nan), np.where(is_listed, expected, np.nan)
+
+    def _are_possible(self, answer: AuditAnswer, places: Sequence[int]) -> bool:
+        for place in places:
+            values, own = dict(answer.top[place]), answer.logprobs[place]
+            token = (answer.token_ids or ())[place]
             total = float(np.exp(np.array([*values.values()])).sum())
             if total > _MOST_SUM or own > 1e-6 + max(values.values()):
                 self.problems.append(f"the probabilities of one token sum to {total:.3f}")
@@ -83,12 +120,27 @@ class ReportedLogprobs:
         return True
 
 
+def _probs_of_listed(logs: ndarray, kind: Kind) -> Rows | None:
+    """Return the distribution over listed tokens and the rest; None if the list is too short."""
+    rest = np.maximum(1.0 - np.exp(logs).sum(-1), 0.0)
+    if kind.temperature in (0.0, 1.0) and kind.top_p == 1.0 and not (kind.top_k or kind.min_p):
+        probs = np.concatenate([np.exp(logs), rest[:, None]], 1)
+    elif 0 < kind.top_k < logs.shape[1] and kind.top_p == 1.0 and not kind.min_p:
+        scaled = np.where(logs >= logs[:, [kind.top_k - 1]], logs / kind.temperature, -np.inf)
+        probs = np.exp(scaled - scaled[:, :1])
+        probs = np.concatenate([probs, np.zeros((len(logs), 1))], 1)
+    else:
+        return None
+    found: Rows = probs / probs.sum(-1, keepdims=True)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReferenceModel:
     """A model loaded here, which reads every text with an empty cache.
 
     Attributes:
-        eos_token_ids: the distributions are those of the tokens that do not end the text.
+        eos_token_ids: tokens that end a text.
         draft: the draft that the server is said to use, over the same ids; None if unknown.
     """
 
@@ -97,43 +149,58 @@ class ReferenceModel:
     eos_token_ids: frozenset[int]
     draft: LanguageModel | None = None
 
-    def rows(self, prompt: Sequence[int], answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
+    def rows(self, question: Question, answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
         """Return the rows of the text's tokens under the parameters of the request."""
-        tokens = list(answer.token_ids or ())
-        size = self.model.vocab_size
+        tokens, size = [*(answer.token_ids or ())], self.model.vocab_size
+        prompt = () if isinstance(question.prompt, str) else question.prompt
         if not (tokens and prompt) or not all(0 <= token < size for token in (*prompt, *tokens)):
             return None
-        end = next((i for i, token in enumerate(tokens) if token in self.eos_token_ids), None)
-        ids = [*prompt, *tokens[:end]][: self.model.max_context]
+        end = next((i for i, token in enumerate(tokens) if token in self._ending), None)
+        tokens = tokens if end is None else tokens[: end + 1]
+        if end is None and answer.finish_reason == "stop" and self._ending:
+            tokens.append(self._ending[0])  # some servers leave out the token that ends the text
+        ids = [*prompt, *tokens][: self.model.max_context]
         tokens = ids[len(prompt) :]
         if not tokens:
             return None
         logits = _logits(self.model, ids, len(prompt) - 1)
-        params = _params_of(kind)
-        sampled = replace(params, temperature=1.0) if params.greedy else params
+        params = kind.params_for(question)
         at = np.array(tokens, dtype=np.int64)
         margins = (logits.amax(-1) - logits[range(len(at)), tokens]).double().numpy()
-        probs = self._probs(logits, sampled, prompt, tokens)
         if params.greedy:
+            probs = self._probs(logits, replace(params, temperature=1.0), prompt, tokens)
             return ExpectedRows(probs=probs, columns=at, margins=margins)
+        probs = self._probs(logits, params, prompt, tokens)
         further = {"row_before": np.concatenate([probs[:1], probs[:-1]])}
-        excluded = None
-        if kind.top_p < 1.0:
-            further["unfiltered"] = self._probs(logits, replace(params, top_p=1.0), prompt, tokens)
-            excluded = _is_excluded(further["unfiltered"], at, kind.top_p)
-        if kind.frequency_penalty:
-            further["unpenalised"] = self._probs(
-                logits, replace(params, frequency_penalty=0.0), prompt, tokens
-            )
+        plain = SamplingParams(temperature=params.temperature)
+        unprocessed = excluded = far = None
+        if params.has_processors:
+            unprocessed = self._probs(logits, plain, prompt, tokens)
+            further[_name_unprocessed(kind)] = unprocessed
+        if unprocessed is not None and not params.needs_history:
+            excluded, far = _find_excluded(unprocessed, probs, at, kind.top_p)
         draft = None if self.draft is None else self._draft_probs(ids, params, prompt, tokens)
+        is_end = np.isin(at, self._ending) * 1.0
         return ExpectedRows(
             probs=probs,
             columns=at,
             draft=draft,
+            unprocessed=unprocessed,
             further=further,
             excluded=excluded,
+            excluded_by_far=far,
             margins=margins,
+            ends=(is_end, probs[:, self._ending].sum(-1)) if self._ending else None,
         )
+
+    def text_of(self, question: Question, answer: AuditAnswer) -> str | None:
+        """Return the text that an answer's ids stand for; None if it is not known."""
+        ids = answer.token_ids
+        if self.tokenizer is None or not ids or isinstance(question.prompt, str):
+            return None
+        before = self.tokenizer.decode(question.prompt)
+        found = self.tokenizer.decode([*question.prompt, *ids])
+        return found[len(before) :] if found.startswith(before) else None
 
     @property
     def ids_by_text(self) -> dict[str, int]:
@@ -173,8 +240,6 @@ class ReferenceModel:
             history = History.of(params, prompt, vocab_size=self.model.vocab_size)
             histories = histories_before(history, tokens)
         probs: ndarray = probs_of_rows(logits, params, histories).double().numpy()
-        probs[:, self._ending] = 0.0
-        probs /= np.maximum(probs.sum(-1, keepdims=True), 1e-30)
         return probs
 
 
@@ -207,14 +272,23 @@ def _logits(model: LanguageModel, ids: Sequence[int], first: int) -> Tensor:
         return torch.cat([*logits_of(model, ids, first)]).float().cpu()
 
 
-def _params_of(kind: Kind) -> SamplingParams:
-    return SamplingParams(
-        temperature=kind.temperature, top_p=kind.top_p, frequency_penalty=kind.frequency_penalty
-    )
+def _name_unprocessed(kind: Kind) -> str:
+    if kind.counts_tokens:
+        return "unpenalised"
+    return "unbiased" if kind.prompt_bias else "unfiltered"
 
 
-def _is_excluded(unfiltered: ndarray, at: ndarray, top_p: float) -> ndarray:
-    own = unfiltered[np.arange(len(at)), at][:, None]
-    before = (unfiltered * (unfiltered > own)).sum(-1)
-    found: ndarray = before > top_p + _OUTSIDE
-    return found
+def _find_excluded(
+    unfiltered: Rows, filtered: Rows, at: ndarray, top_p: float
+) -> tuple[ndarray, ndarray]:
+    """Return whether a token is excluded by more than rounding, and whether it is by far.
+
+    Rounding moves the edge of a filter, and a pass of few bits moves it further.
+    """
+    own = unfiltered[np.arange(len(at)), at]
+    least = np.where(filtered > 0, unfiltered, np.inf).min(-1)
+    if top_p < 1.0:
+        is_outside = (unfiltered * (unfiltered > own[:, None])).sum(-1) > top_p + _OUTSIDE
+    else:
+        is_outside = own < _BELOW * least
+    return is_outside, is_outside & (own < _FAR_BELOW * least)

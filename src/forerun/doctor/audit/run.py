@@ -8,24 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from forerun.doctor.audit.config import AuditConfig, Kind
 from forerun.doctor.audit.endpoint import MOST_REQUESTS, Endpoint
-from forerun.doctor.audit.ledger import Ledger
-from forerun.doctor.audit.records import Arm, AuditAnswer, Question, StateFile
+from forerun.doctor.audit.ledger import Deviation, Ledger, groups_of
+from forerun.doctor.audit.records import Arm, AuditAnswer, Question, Setting, StateFile
 from forerun.doctor.audit.reference import Reference
+from forerun.doctor.audit.rounds import AuditRounds, Chat, Limits, Prompt
 from forerun.errors import InvalidRequest
 from forerun.terminal_text import printable
 
-Prompt = tuple[int, ...] | str
 Report = Callable[[str, float], None]
 
 _MOST_FAILURES = 5
 """Consecutive failures after which the server counts as unreachable."""
 _GRAMMARS_BY_CHANCE = 3
-_GREEDY_TIMES, _SAMPLED_TIMES = 1, 2
-"""How often a prompt is sent in succession, to see whether an answer repeats the one before."""
 
 
 @dataclass(slots=True)
@@ -48,7 +44,6 @@ class Progress:
     """
 
     spent: Spent = field(default_factory=Spent)
-    asked: Counter[tuple[Arm, str]] = field(default_factory=Counter)
     dropped: dict[str, str] = field(default_factory=dict)
     problems: Counter[str] = field(default_factory=Counter)
     num_without_ids: int = 0
@@ -65,23 +60,29 @@ class Audit:
         config: AuditConfig,
         endpoint: Endpoint,
         reference: Reference | None,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | Chat],
         state: StateFile,
         *,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
         self.config = config
         self.endpoint = endpoint
-        self.prompts = prompts
         self.state = state
         self.wait = wait
-        self.ledger = Ledger(config, reference)
+        self.ledger = Ledger(config, reference, endpoint.max_context)
         self.progress = Progress()
-        self._num_asked: Counter[tuple[Arm, str]] = Counter()
+        chats = [prompt for prompt in prompts if isinstance(prompt, Chat)]
+        texts = [prompt for prompt in prompts if not isinstance(prompt, Chat)]
+        self.rounds = AuditRounds(config, texts, chats, endpoint.max_context)
         self._num_failures = 0
         self._num_grammars = 0
-        self._confirmed: list[tuple[Arm, Kind]] = []
-        self._texts: list[tuple[Question, AuditAnswer]] = []
+        self._alarmed: Deviation | None = None
+        self._confirmed: Counter[Arm] = Counter()
+        names = {kind.name: kind for kind in config.kinds}
+        if not chats and "chat" in names:
+            self.progress.dropped["chat"] = "there is no chat template here"
+        if "biased" in names and any(isinstance(text, str) for text in texts):
+            self.progress.dropped["biased"] = "the ids of the prompts are not known"
 
     def run(self, report: Report) -> None:
         """Resume from the state file and ask until the audit has ended."""
@@ -93,12 +94,11 @@ class Audit:
                     f"{printable(question.kind, max_length=100)!r}, which this forerun does not "
                     "ask; name another file"
                 )
-            self._count(question)
+            self._count([question])
             self._add(question, answer)
         while questions := self._next():
             numbers = self.state.ask(questions)
-            for question in questions:
-                self._count(question)
+            self._count(questions)
             answers = self.endpoint.ask(questions, self.ledger.kinds)
             for number, question, answer in zip(numbers, questions, answers, strict=True):
                 self.state.answer(number, answer)
@@ -111,9 +111,11 @@ class Audit:
             report(f"asking, {arm}", self.progress.spent.num_tokens)
         self.progress.elapsed_s = time.monotonic() - started_s
 
-    def _count(self, question: Question) -> None:
-        self.progress.asked[question.arm, question.kind] += question.num_tokens
-        self._num_asked[question.arm, question.kind] += 1
+    def _count(self, questions: Sequence[Question]) -> None:
+        self.rounds.count(questions)
+        if self.progress.alarm_tokens is not None:
+            for question in questions:
+                self._confirmed[question.arm] += question.num_tokens
 
     def _add(self, question: Question, answer: AuditAnswer) -> None:
         progress = self.progress
@@ -129,21 +131,24 @@ class Audit:
             progress.num_without_ids += 1
         if self._is_judged(question, answer):
             self.ledger.add(question, answer)
+        self.rounds.add(question, answer)
         if question.arm == "served":
-            kept = msgspec.structs.replace(answer, top=(), logprobs=(), step_sizes=())
-            self._texts.append((question, kept))
             progress.peak_log_e = max(progress.peak_log_e, self.ledger.log_e)
             if progress.alarm_tokens is None and progress.peak_log_e >= self.alarm_log_e:
                 progress.alarm_tokens = progress.spent.num_tokens
 
     def _is_judged(self, question: Question, answer: AuditAnswer) -> bool:
-        """Whether an answer is judged: those to grammars are not if the server ignores grammars.
+        """Whether an answer is judged: not if the server reads another prompt, or no grammars.
 
-        First tokens show that, because no draft precedes them. A few of them may follow the grammar
-        by chance.
+        First tokens show whether it ignores grammars, because no draft precedes them. A few of them
+        may follow the grammar by chance.
         """
-        is_known = self.endpoint.control == "off"  # forerun
-        if is_known or not self.ledger.kinds[question.kind].has_grammar or not answer.text:
+        if question.message and answer.num_prompt not in (None, len(question.prompt)):
+            why = "the server's chat template makes other tokens than the reference's"
+            self.progress.dropped.setdefault(question.kind, why)
+        if not self.ledger.kinds[question.kind].has_grammar or not answer.text:
+            return question.kind not in self.progress.dropped
+        if self.endpoint.control == "off":  # forerun applies them
             return True
         if not answer.text[0].isdigit():
             self.progress.dropped.setdefault(question.kind, "the server does not apply grammars")
@@ -152,10 +157,14 @@ class Audit:
             question.kind not in self.progress.dropped and self._num_grammars > _GRAMMARS_BY_CHANCE
         )
 
-    def share_without_ids(self, kind: str) -> float:
-        """Return the share of served answers to a kind of request whose token ids are unknown."""
-        known = [answer.token_ids is not None for q, answer in self._texts if q.kind == kind]
-        return 1.0 - sum(known) / len(known)
+    def share_without_ids(self, group: str) -> float:
+        """Return the share of served answers of a group whose token ids are unknown."""
+        seen = [
+            answer.token_ids is not None
+            for question, answer in self.rounds.seen
+            if group in groups_of(question, self.config)
+        ]
+        return 1.0 - sum(seen) / len(seen) if seen else 0.0
 
     @property
     def alarm_log_e(self) -> float:
@@ -165,82 +174,57 @@ class Audit:
     def _next(self) -> list[Question]:
         """Return the questions to ask at once; none if the audit has ended."""
         kinds = [k for k in self.config.kinds if k.name not in self.progress.dropped]
-        if not kinds:
-            return []
-        spent = self.progress.spent
-        left = self.config.max_tokens - spent.num_tokens
-        requests = self.config.max_requests - spent.num_requests
+        spent, config = self.progress.spent, self.config
+        limits = Limits(
+            config.max_tokens - spent.num_tokens, config.max_requests - spent.num_requests
+        )
         if self.progress.alarm_tokens is not None:
-            return self._further_questions(left, requests)
-        left -= int(self.config.control_share * self.config.max_tokens)
-        found: list[Question] = []
-        # The first question is sent alone: it shows whether the server answers at all.
-        most = self.config.num_clients if spent.num_requests else 1
-        asked = Counter(self.progress.asked)
-        for _ in range(most):
-            if requests < MOST_REQUESTS or left < self.config.num_tokens:
-                break
-            kind = min(kinds, key=lambda k: asked["served", k.name] / k.share)
-            found.append(self._question("served", kind, found))
-            asked["served", kind.name] += self.config.num_tokens
-            left, requests = left - self.config.num_tokens, requests - MOST_REQUESTS
-        return found
+            return self._confirm(limits)
+        limits.num_tokens -= int(config.control_share * config.max_tokens)
+        return self.rounds.choose("served", kinds, limits)
 
-    def _question(self, arm: Arm, kind: Kind, others: Sequence[Question]) -> Question:
-        number = self._num_asked[arm, kind.name]
-        number += sum(q.kind == kind.name and q.arm == arm for q in others)
-        times = _GREEDY_TIMES if kind.temperature == 0.0 else _SAMPLED_TIMES
-        place = number // times
-        return Question(
-            arm=arm,
-            kind=kind.name,
-            prompt=self.prompts[place % len(self.prompts)],
-            num_tokens=self.config.num_tokens,
-            group=place * len(self.config.kinds) + self.config.kinds.index(kind),
-        )
+    def alarmed_kind(self, alarmed: Deviation) -> Kind:
+        """Return the kind of request with the strongest evidence of a deviation."""
+        kinds = [
+            item
+            for item in self.ledger.deviations("served")
+            if item.group.startswith("kind ") and item.direction == alarmed.direction
+        ]
+        name = (kinds[0] if kinds else alarmed).group.removeprefix("kind ")
+        return self.ledger.kinds.get(name, self.config.kinds[0])
 
-    @property
-    def alarmed_kind(self) -> Kind:
-        """The kind of request with the strongest evidence of a deviation."""
-        deviations = self.ledger.deviations("served")
-        return self.ledger.kinds[deviations[0].kind] if deviations else self.config.kinds[0]
+    def _confirm(self, limits: Limits) -> list[Question]:
+        """After an alarm: what deviates without speculation and with it, by turns.
 
-    def _further_questions(self, left: int, requests: int) -> list[Question]:
-        """After an alarm: more of the kind that deviates, and as much without speculation."""
-        asked = self.progress.asked
-        if not self._confirmed:
-            alarmed = self.alarmed_kind
-            self._confirmed = [("served", alarmed), ("served", self.config.kinds[0])]
-            self._confirmed.append(("control", alarmed))
-        for arm, kind in self._confirmed:
-            few = asked[arm, kind.name] < self.config.confirm_tokens
-            if few and kind.name not in self.progress.dropped:
-                break
-        else:
+        With it, half is plain sampling, which shows whether that deviates too.
+        """
+        if self._alarmed is None:
+            self._alarmed = self.ledger.deviations("served")[0]
+        kind = self.alarmed_kind(self._alarmed)
+        counts = self._confirmed
+        plain = next((k for k in self.config.kinds if k.is_plain), kind)
+        arm: Arm = "control" if counts["control"] <= counts["served"] else "served"
+        if min(counts["control"], counts["served"]) >= self.config.confirm_tokens:
             return []
-        single = arm == "control" and self.endpoint.control == "first tokens"
-        size = 1 if single and not kind.has_grammar else self.config.num_tokens
-        found: list[Question] = []
-        for _ in range(self.config.num_clients):
-            if requests < MOST_REQUESTS or left < size:
-                break
-            if size == 1:
-                found.append(self._single(kind, len(found)))
-            else:
-                found.append(self._question(arm, kind, found))
-            left, requests = left - size, requests - MOST_REQUESTS
-        return found
+        if arm == "control" and self.endpoint.control == "first tokens" and not kind.has_grammar:
+            most = min(self.config.num_clients, limits.num_tokens)
+            most = min(most, limits.num_requests // MOST_REQUESTS)
+            singles = [self.rounds.single(kind, offset) for offset in range(most)]
+            return [question for question in singles if question is not None]
+        kinds = [kind] if arm == "control" else [*{kind.name: kind, plain.name: plain}.values()]
+        return self.rounds.choose(arm, kinds, limits, _settings_of(self._alarmed.group))
 
-    def _single(self, kind: Kind, offset: int) -> Question:
-        """Ask for one token after the beginning of an answer: a first token is never drafted."""
-        number = self._num_asked["control", kind.name] + offset
-        whole = [(q, a) for q, a in self._texts if q.kind == kind.name and (a.token_ids or a.text)]
-        question, answer = whole[number % len(whole)]
-        if isinstance(question.prompt, str):
-            prompt: Prompt = question.prompt + answer.text[: number % max(1, len(answer.text))]
-        else:
-            ids = answer.token_ids or ()
-            prompt = question.prompt + ids[: number % max(1, len(ids))]
-        return Question(
-            arm="control", kind=kind.name, prompt=prompt, num_tokens=1, group=-1 - number
-        )
+
+def _settings_of(group: str) -> Sequence[Setting]:
+    """Return the rounds in which the tokens of a group are asked for."""
+    if group == "clients 1":
+        return ("alone",)
+    if group == "place beyond 64":
+        return ("long",)
+    named: dict[str, Sequence[Setting]] = {
+        "setting again": ("together", "together", "again"),
+        "setting aborted": ("aborted",),
+        "setting continued": ("together", "continued"),
+        "setting long": ("long",),
+    }
+    return named.get(group, ("together",))

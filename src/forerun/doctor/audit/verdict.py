@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from jinja2 import Environment, StrictUndefined
 
-from forerun.doctor.audit.alternatives import FAMILIES
-from forerun.doctor.audit.ledger import Deviation, Ledger, PlaceDeviation
+from forerun.doctor.audit.config import ROUNDS
+from forerun.doctor.audit.ledger import (
+    EVERYTHING,
+    Deviation,
+    Moments,
+    PlaceDeviation,
+    mean_interval,
+)
 from forerun.doctor.audit.readings import DIRECTIONS
 from forerun.doctor.audit.run import Audit
+from forerun.doctor.audit.signatures import name_family
 from forerun.terminal_text import printable
 
 Status = Literal["no_deviation", "deviates", "cannot_judge"]
@@ -34,6 +41,11 @@ MEANINGS: Mapping[str, str] = {
     "stale_state": "the text fits another context than its own: state of rejected tokens is kept",
     "shared_seeds": "separate requests draw with the same random numbers",
     "grammar": "the grammar does not bind every token: its mask is missing in the pass",
+    "ending": "texts end too late or too early",
+    "text": "texts are not those of their token ids",
+    "bonus": "the token after a whole accepted draft comes from another distribution",
+    "numerics": "the verification pass computes other probabilities than a plain pass: rounding, "
+    "fewer bits, or another kernel",
     "unnamed": "the deviation resembles no fault that is known here",
 }
 """Description of every family of faults."""
@@ -45,15 +57,33 @@ _LEFT_OUT = (
     "The text deviates by less than {:.0%}, the share of answers whose token ids are unknown. They "
     "are left out, which can explain the deviation."
 )
-_FAVOURED = math.log(100.0)
-"""Log-likelihood ratio from which a text supports an alternative."""
-_FEW_TOKENS = 500
-_THRESHOLD_SHARE = 0.01
+_FEW_TOKENS, _FEW_OF_GROUP, _FEW_ANSWERS = 500, 100, 5
+_LEAST_DRAFTED, _LEAST_SHARE = 30, 0.02
+"""Draft tokens that must be verified, and their share of the output, to judge speculation."""
 _SIGMAS = 3.0
-_BOUND_TOKENS = 1000
+_BY_ANSWER = ("kind grammar", "kind stopped")
+FORMS = frozenset({"grammar", "ending", "text"})
+_GROUPS = {
+    "all": "all requests",
+    "clients 1": "requests with one client",
+    "setting alone": "requests sent alone",
+    "setting together": "requests sent with others",
+    "setting again": "prompts that were sent before",
+    "setting continued": "prompts that go on with an answer",
+    "setting aborted": "requests beside some that are cut off",
+    "setting long": "long answers",
+    "route whole": "answers that are not streamed",
+    "place beyond 64": "tokens beyond the 64th",
+    "step first": "the first token of a step",
+    "step later": "the later tokens of a step",
+    "step full": "the token after a whole draft that was accepted",
+}
+_OPTIONAL = {
+    "draft": "small biases towards the draft (give --draft)",
+    "ends": "how often texts end",
+    "text": "texts against their token ids (give a --reference model)",
+}
 _PLACE_TOKENS = 30
-_COPIED_SHARE = 0.3
-"""Least share of tokens, beyond chance, that repeat an earlier answer if its noise was reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +94,9 @@ class AuditVerdict:
         status: "no_deviation", "deviates", or "cannot_judge".
         family: of the fault, a key of `MEANINGS`; None without a deviation.
         notes: what could not be examined, and why.
-        bound: total variation that was ruled out in the directions tested; None if none was.
+        bound: total variation that was ruled out over all tokens; None if none was.
+        bounds: the same by group of tokens, where there are enough.
+        untested: kinds and circumstances of requests of which the audit can say nothing.
         profile: deviation at every place of an answer, of the strongest direction.
     """
 
@@ -74,16 +106,18 @@ class AuditVerdict:
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     bound: float | None = None
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    untested: tuple[str, ...] = ()
     profile: tuple[PlaceDeviation, ...] = ()
     steps: tuple[PlaceDeviation, ...] = ()
 
 
 def judge(audit: Audit) -> AuditVerdict:
     """Return the verdict on what an audit has seen until now."""
-    notes = _notes(audit)
+    notes, untested = _notes(audit), untested_in_words(audit)
     if audit.progress.alarm_tokens is None:
-        return _without_alarm(audit, notes)
-    return _with_alarm(audit, notes)
+        return _without_alarm(audit, notes, untested)
+    return _with_alarm(audit, notes, untested)
 
 
 def _notes(audit: Audit) -> tuple[str, ...]:
@@ -100,120 +134,172 @@ def _notes(audit: Audit) -> tuple[str, ...]:
     if reported:
         found.append(f"{len(reported)} answers report impossible probabilities: {reported[0]}")
     if audit.ledger.reference is None:
-        found.append("there is no reference: only grammars are checked")
+        found.append("there is no reference: only the form of texts is checked")
     return tuple(found)
 
 
-def _without_alarm(audit: Audit, notes: tuple[str, ...]) -> AuditVerdict:
-    num_tokens = sum(audit.ledger.arms["served"].num_tokens.values())
-    if num_tokens < _FEW_TOKENS:
-        return AuditVerdict(
-            status="cannot_judge",
-            sentence=f"Only {num_tokens} tokens could be judged; it takes {_FEW_TOKENS}.",
-            notes=notes,
-        )
-    bound = audit.ledger.bound(_BOUND_TOKENS)
-    if bound is None:
-        words = f"No deviation was found, but {num_tokens} tokens bound it little."
-    else:
-        words = f"No deviation above TV {bound:.3f} with 95%, in every direction tested."
-    return AuditVerdict(
-        status="no_deviation",
-        sentence=words,
-        bound=bound,
-        notes=notes,
-        reasons=(f"{num_tokens} tokens of {audit.endpoint.name} were compared",),
+def untested_in_words(audit: Audit) -> tuple[str, ...]:
+    """Return the kinds and circumstances of requests of which the audit can say nothing."""
+    served, config = audit.ledger.arms["served"], audit.config
+    kinds = [f"kind {kind.name}" for kind in config.kinds]
+    groups = [*kinds, *(f"setting {name}" for name in dict.fromkeys(ROUNDS))]
+    groups += ["route whole", "place beyond 64"]
+    found = [
+        f"{_describe(group)} ({served.num_tokens[group]} values)"
+        for group in dict.fromkeys(groups)
+        if served.num_tokens[group] < (_FEW_ANSWERS if group in _BY_ANSWER else _FEW_OF_GROUP)
+    ]
+    found += [
+        f"{_describe(group)} (nothing was speculated there)"
+        for group in [*kinds, "clients 1", f"clients {config.num_clients}"]
+        if served.num_tokens[group] >= _FEW_OF_GROUP and not is_speculated(audit, group)
+    ]
+    tested = {name for _, name, _ in served.bets}
+    found += [words for name, words in _OPTIONAL.items() if name not in tested]
+    return tuple(found)
+
+
+def is_speculated(audit: Audit, group: str) -> bool:
+    """Whether enough draft tokens were verified in the answers of a group to judge speculation."""
+    served = audit.ledger.arms["served"]
+    least = max(_LEAST_DRAFTED, _LEAST_SHARE * served.num_answered[group])
+    return served.num_drafted[group] >= least
+
+
+def _speculation_in_words(audit: Audit) -> str:
+    served = audit.ledger.arms["served"]
+    if not served.num_answered["all"]:
+        return "nothing that the server sends shows whether it speculates"
+    return (
+        f"{served.num_drafted['all']} draft tokens were verified for "
+        f"{served.num_answered['all']} output tokens"
     )
 
 
-def _with_alarm(audit: Audit, notes: tuple[str, ...]) -> AuditVerdict:
-    deviations = audit.ledger.deviations("served")
-    first = deviations[0]
-    family = family_of(audit.ledger, math.log(20.0))
-    cause = "shown" if family == "shared_seeds" else contrast(audit.ledger, first)
-    profile = audit.ledger.by_place(first.kind, first.direction, in_step=False)
-    steps = audit.ledger.by_place(first.kind, first.direction, in_step=True)
+def _without_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...]) -> AuditVerdict:
+    served, config = audit.ledger.arms["served"], audit.config
+    num_tokens = served.num_tokens["all"]
+    problem = None
+    if num_tokens < _FEW_TOKENS:
+        problem = f"Only {num_tokens} tokens could be judged; it takes {_FEW_TOKENS}."
+    elif not is_speculated(audit, "all"):
+        problem = f"Cannot judge speculation: {_speculation_in_words(audit)}."
+    else:
+        silent = [
+            group
+            for group in ("clients 1", f"clients {config.num_clients}")
+            if served.num_answered[group] >= _FEW_OF_GROUP and not is_speculated(audit, group)
+        ]
+        if silent:
+            problem = (
+                f"Cannot judge all of it: with {silent[0].removeprefix('clients ')} clients at "
+                "once nothing was speculated."
+            )
+    bounds = {
+        group: bound
+        for group, bound in audit.ledger.bounds().items()
+        if served.num_tokens[group] >= _FEW_OF_GROUP
+    }
+    kinds = {g: bound for g, bound in bounds.items() if g.startswith("kind ")}
+    worst = max(kinds, key=lambda group: kinds[group], default=None)
+    words = "No deviation was found."
+    if worst is not None:
+        words = (
+            f"No deviation above TV {bounds['all']:.3f} over all tokens, or {kinds[worst]:.3f} in "
+            f"one kind of request ({worst.removeprefix('kind ')}), with 95%."
+        )
+    return AuditVerdict(
+        status="no_deviation" if problem is None else "cannot_judge",
+        sentence=problem or words,
+        bound=bounds.get(EVERYTHING) if problem is None else None,
+        bounds=bounds,
+        notes=notes,
+        untested=untested,
+        reasons=(
+            f"{num_tokens} tokens of {audit.endpoint.name} were compared",
+            _speculation_in_words(audit),
+        ),
+    )
+
+
+def _with_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...]) -> AuditVerdict:
+    first = audit.ledger.deviations("served")[0]
+    family = name_family(audit.ledger)
+    cause = "shown" if family == "shared_seeds" else contrast(audit, first)
+    profile = audit.ledger.by_place(first.group, first.direction, in_step=False)
+    steps = audit.ledger.by_place(first.group, first.direction, in_step=True)
     reasons = (
-        f"{DIRECTIONS[first.direction]}, in requests of the kind {first.kind!r}: "
-        f"{first.mean:+.3f} ({first.low:+.3f} to {first.high:+.3f}) over {first.num_tokens} tokens",
+        f"{DIRECTIONS[first.direction]}, in {_describe(first.group)}: "
+        f"{first.mean:+.3f} ({first.low:+.3f} to {first.high:+.3f}) over {first.num_tokens} values",
         f"alarm after {audit.progress.alarm_tokens} tokens, e-value 10^"
         f"{audit.progress.peak_log_e / math.log(10):.1f}",
         *_control_words(audit, first),
+        _speculation_in_words(audit),
     )
-    share = 0.0 if first.direction == "grammar" else audit.share_without_ids(first.kind)
-    if cause == "denied" or abs(first.mean) <= share:
-        sentence = _DENIED if cause == "denied" else _LEFT_OUT.format(share)
-        return AuditVerdict(
-            status="cannot_judge",
-            sentence=sentence,
-            reasons=reasons,
-            notes=notes,
-            profile=tuple(profile),
-        )
+    share = 0.0 if first.direction in FORMS else audit.share_without_ids(first.group)
+    problem = None
+    if cause == "denied":
+        problem = _DENIED
+    elif abs(first.mean) <= share:
+        problem = _LEFT_OUT.format(share)
+    elif cause != "shown" and not is_speculated(audit, "all"):
+        problem = f"The text deviates, but {_speculation_in_words(audit)}."
     where = places_in_words(profile, steps)
     doubt = "" if cause == "shown" else " Whether speculation is the cause is not shown."
     return AuditVerdict(
-        status="deviates",
-        sentence=f"{where} from the reference: {MEANINGS[family]}.{doubt}",
-        family=family,
+        status="deviates" if problem is None else "cannot_judge",
+        sentence=problem or f"{where} from the reference: {MEANINGS[family]}.{doubt}",
+        family=family if problem is None else None,
         reasons=reasons,
         notes=notes,
+        untested=untested,
         profile=tuple(profile),
         steps=tuple(steps),
     )
 
 
+def _describe(group: str) -> str:
+    """Return a group of tokens in words."""
+    return _GROUPS.get(group) or f"requests of the {group}"
+
+
+def _compared(audit: Audit, first: Deviation) -> tuple[Moments, Moments]:
+    """Return the served and the control values that show whether speculation is the cause."""
+    ledger = audit.ledger
+    served = ledger.moved("served", first.direction, first.group)
+    # Text without speculation has no later tokens of a step.
+    group = EVERYTHING if first.group.startswith("step ") else first.group
+    if first.group == EVERYTHING or group == EVERYTHING:
+        group = f"kind {audit.alarmed_kind(first).name}"
+        served = ledger.moved("served", first.direction, group)
+    return served, ledger.moved("control", first.direction, group)
+
+
 def _control_words(audit: Audit, first: Deviation) -> tuple[str, ...]:
-    for item in audit.ledger.deviations("control"):
-        if (item.kind, item.direction) == (first.kind, first.direction):
-            return (
-                f"without speculation ({audit.endpoint.control}): {item.mean:+.3f} "
-                f"({item.low:+.3f} to {item.high:+.3f}) over {item.num_tokens} tokens",
-            )
-    return ()
+    _, control = _compared(audit, first)
+    if not control.num:
+        return ()
+    low, high = mean_interval(control, 0.05)
+    return (
+        f"without speculation ({audit.endpoint.control}): {control.mean:+.3f} "
+        f"({low:+.3f} to {high:+.3f}) over {control.num} values",
+    )
 
 
-def contrast(ledger: Ledger, first: Deviation) -> Literal["shown", "denied", "open"]:
+def contrast(audit: Audit, first: Deviation) -> Literal["shown", "denied", "open"]:
     """Decide, by the requests without speculation, whether speculation causes a deviation."""
-    served = ledger.moved("served", first.direction, first.kind)
-    control = ledger.moved("control", first.direction, first.kind)
-    if len(control) < 2 or not len(served):
+    return contrast_of(*_compared(audit, first))
+
+
+def contrast_of(served: Moments, control: Moments) -> Literal["shown", "denied", "open"]:
+    """Decide whether values without speculation move as little as they should."""
+    if control.num < 2 or not served.num:
         return "open"
-    # The last term keeps the error above 0 for a rate of 0 or 1 in the sample.
-    error = math.hypot(
-        served.std() / math.sqrt(len(served)), control.std() / math.sqrt(len(control))
-    ) + 1.0 / (2 * len(control))
-    sigmas = abs(served.mean() - control.mean()) / error
-    if sigmas >= _SIGMAS and abs(control.mean()) < abs(served.mean()):
+    error = math.hypot(served.spread / math.sqrt(served.num), control.error)
+    sigmas = abs(served.mean - control.mean) / error
+    if sigmas >= _SIGMAS and abs(control.mean) < abs(served.mean):
         return "shown"
-    own = abs(control.mean()) / (control.std() / math.sqrt(len(control)) + 1.0 / (2 * len(control)))
-    return "denied" if own >= _SIGMAS else "open"
-
-
-def family_of(ledger: Ledger, alarm_log_e: float) -> str:
-    """Return the family of faults that explains a deviation best."""
-    strong = [item for item in ledger.deviations("served") if item.log_e >= alarm_log_e]
-    by_direction = {item.direction: item for item in reversed(strong)}
-    copied = by_direction.get("copied")
-    if copied is not None and copied.mean >= _COPIED_SHARE:
-        return "shared_seeds"
-    plain = ledger.config.kinds[0].name
-    kinds = {item.kind for item in strong}
-    if plain in kinds:
-        return _likeliest(ledger.likelihoods(plain))
-    # Plain sampling does not deviate, so the fault is in what the other kinds add to it.
-    if "grammar" in by_direction:
-        return "grammar"
-    if (excluded := by_direction.get("excluded")) is not None:
-        return "threshold" if excluded.mean < _THRESHOLD_SHARE else "one_sided_filter"
-    if kinds == {"greedy"}:
-        return "relaxed_greedy"
-    return _likeliest(ledger.likelihoods(strong[0].kind)) if strong else "unnamed"
-
-
-def _likeliest(found: Mapping[str, float]) -> str:
-    best = max(found, key=lambda name: found[name], default=None)
-    return FAMILIES[best] if best is not None and found[best] >= _FAVOURED else "unnamed"
+    return "denied" if abs(control.mean) / control.error >= _SIGMAS else "open"
 
 
 def places_in_words(profile: list[PlaceDeviation], steps: list[PlaceDeviation]) -> str:

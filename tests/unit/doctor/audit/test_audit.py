@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,17 @@ from tests.lab.audited import VOCAB_SIZE, pair, reference_of
 from tests.lab.dice import Dice
 from tests.tabular import TabularModel
 
-from forerun.doctor.audit.config import KINDS, AuditConfig, Kind
-from forerun.doctor.audit.ledger import Deviation, Ledger
+from forerun.doctor.audit.config import KINDS, ROUNDS, AuditConfig, Kind, kinds_of
+from forerun.doctor.audit.ledger import Ledger, Moments, num_drafted_of
 from forerun.doctor.audit.records import AuditAnswer, Question, StateFile
-from forerun.doctor.audit.reference import ReportedLogprobs
+from forerun.doctor.audit.reference import ReportedLogprobs, _probs_of_listed
 from forerun.doctor.audit.run import Audit
-from forerun.doctor.audit.verdict import contrast, judge
+from forerun.doctor.audit.verdict import contrast_of, judge
 from forerun.errors import InvalidRequest, UnreadableInput
 
 PROMPTS = [(n % VOCAB_SIZE, 3 * n % VOCAB_SIZE) for n in range(20)]
 SAMPLED = (replace(KINDS[0], share=1.0),)
+GRAMMAR_KIND = next(kind for kind in KINDS if kind.has_grammar)
 
 
 class Stream:
@@ -34,7 +36,7 @@ class Stream:
         change: called with the number of the question and its answer.
     """
 
-    name, control = "a stream", "off"
+    name, control, max_context = "a stream", "off", None
 
     def __init__(self, table=None, change=lambda number, question, answer: answer, logprobs=False):
         self.table = table or pair(1)[0]
@@ -61,6 +63,7 @@ class Stream:
             text=str(ids),
             finish_reason="length",
             num_charged=len(ids),
+            num_drafted=len(ids),
             top=tuple(top) if self.logprobs else (),
             logprobs=tuple(logprobs) if self.logprobs else (),
         )
@@ -107,7 +110,7 @@ def test_an_answer_that_is_lost_is_charged_in_full():
 
     audit = audit_of(Stream(change=cut))
     audit.run(silent)
-    assert audit.progress.spent.num_tokens == 48 * audit.progress.spent.num_requests
+    assert audit.progress.spent.num_tokens == sum(audit.rounds.asked.values())
     assert audit.progress.spent.num_requests < 15  # it gives up after failures in a row
     verdict = judge(audit)
     assert verdict.status == "cannot_judge"
@@ -179,15 +182,10 @@ def test_a_deviation_downwards_is_one():
     assert judge(audit).status == "deviates"
 
 
-class Moved(Ledger):
-    """A ledger in which all that is known is how far the values of both arms moved."""
-
-    def __init__(self, served: Sequence[float], control: Sequence[float]) -> None:
-        super().__init__(AuditConfig(), None)
-        self.values = {"served": np.array(served), "control": np.array(control)}
-
-    def moved(self, arm, direction, kind=None):
-        return self.values[arm]
+def moments(values: Sequence[float]) -> Moments:
+    found = Moments()
+    found.add(np.array(values, dtype=float))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -207,10 +205,7 @@ class Moved(Ledger):
     ],
 )
 def test_the_control_decides_whether_speculation_is_the_cause(served, control, cause):
-    first = Deviation(
-        kind="sampled", direction="best", num_tokens=1, mean=0.0, low=0.0, high=0.0, log_e=9.0
-    )
-    assert contrast(Moved(served, control), first) == cause
+    assert contrast_of(moments(served), moments(control)) == cause
 
 
 def test_a_refused_kind_is_left_out():
@@ -241,7 +236,7 @@ def test_a_server_that_ignores_grammars_is_not_at_fault(texts):
 
     stream = Stream(change=ignore)
     stream.control = "first tokens"
-    audit = audit_of(stream, kinds=(KINDS[0], KINDS[4]))
+    audit = audit_of(stream, kinds=(KINDS[0], GRAMMAR_KIND))
     audit.run(silent)
     assert judge(audit).status == "no_deviation"
     assert "does not apply grammars" in " ".join(judge(audit).notes)
@@ -255,7 +250,7 @@ def test_a_fault_of_the_grammar_is_found_where_first_tokens_follow_it():
 
     stream = Stream(change=broken)
     stream.control = "first tokens"
-    audit = audit_of(stream, kinds=(KINDS[0], KINDS[4]), tokens=8000)
+    audit = audit_of(stream, kinds=(KINDS[0], GRAMMAR_KIND), tokens=8000)
     audit.run(silent)
     assert audit.progress.alarm_tokens is not None
 
@@ -336,7 +331,7 @@ def test_a_question_whose_answer_was_lost_counts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ['{"header": {"url": "there", "format": "1"}}\n', "{}\n", "x\ny\n"]
+    "content", ['{"header": {"url": "there", "format": "2"}}\n', "{}\n", "x\ny\n"]
 )
 def test_a_state_file_of_something_else_is_refused(tmp_path, content):
     path = tmp_path / "state.jsonl"
@@ -361,7 +356,7 @@ ANSWER = {"token_ids": [1, 2, 3, 4], "num_charged": 4, "finish_reason": "length"
 def recorded(tmp_path, question: object, answer: object) -> Path:
     path = tmp_path / "state.jsonl"
     lines = [
-        {"header": {"url": "here", "format": "1"}},
+        {"header": {"url": "here", "format": "2"}},
         {"number": 0, "question": question},
         {"number": 0, "answer": answer},
     ]
@@ -486,6 +481,7 @@ def test_first_tokens_are_the_control_of_a_server_that_cannot_switch_speculation
 def test_alternatives_without_ids_are_not_compared_with_tokens_that_have_them():
     """Of such an answer no token is among its alternatives: a sound server was accused."""
     reference = ReportedLogprobs()
+    question = Question(arm="served", kind="sampled", prompt=(1,), num_tokens=2, group=0)
     name = (1 << 40) + 7
     answer = AuditAnswer(
         token_ids=(3, 4),
@@ -493,7 +489,166 @@ def test_alternatives_without_ids_are_not_compared_with_tokens_that_have_them():
         logprobs=(-0.1, -2.0),
         num_charged=2,
     )
-    assert reference.rows([1], answer, SAMPLED[0]) is None
+    assert reference.rows(question, answer, SAMPLED[0]) is None
     assert "without ids" in reference.problems[0]
     named = msgspec.structs.replace(answer, token_ids=(name, name + 1))
-    assert reference.rows([1], named, SAMPLED[0]) is not None
+    assert reference.rows(question, named, SAMPLED[0]) is not None
+
+
+# -------------------------------------------------------------------- what was speculated, and form
+
+
+def test_a_server_that_drafts_nothing_cannot_be_judged():
+    audit = audit_of(Stream(change=lambda n, q, a: replace_answer(a, num_drafted=0)))
+    audit.run(silent)
+    verdict = judge(audit)
+    assert verdict.status == "cannot_judge"
+    assert "0 draft tokens" in verdict.sentence
+
+
+def test_a_server_that_drafts_for_one_client_alone_is_told():
+    def change(number, question, answer):
+        return replace_answer(answer, num_drafted=40 if question.setting == "alone" else 0)
+
+    audit = audit_of(Stream(change=change))
+    audit.run(silent)
+    verdict = judge(audit)
+    assert verdict.status == "cannot_judge"
+    assert "with 8 clients at once nothing was speculated" in verdict.sentence
+
+
+def test_drafts_are_counted_by_the_steps_of_a_stream():
+    steps = AuditAnswer(num_charged=6, step_sizes=(3, 1, 2))
+    assert num_drafted_of(steps) == 3
+    assert num_drafted_of(AuditAnswer(num_charged=6)) is None
+    assert num_drafted_of(replace_answer(steps, num_drafted=9)) == 9
+
+
+def test_the_bound_shrinks_with_more_tokens_and_counts_all_groups():
+    bounds = []
+    for tokens in (2000, 8000):
+        audit = audit_of(tokens=tokens)
+        audit.run(silent)
+        bounds.append(judge(audit).bounds["all"])
+    assert bounds[1] < 0.7 * bounds[0]
+
+
+class Ended:
+    """A reference that knows which token ends a text, and what the ids stand for."""
+
+    eos_token_ids = frozenset({2})
+
+    def rows(self, question, answer, kind):
+        return None
+
+    def text_of(self, question, answer):
+        return " ".join(map(str, answer.token_ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "violated"),
+    [
+        ({}, set()),
+        ({"token_ids": (5, 2, 7, 7), "text": "5 2 7 7"}, {"ending"}),  # goes on after its end
+        ({"token_ids": (5, 6, 7, 8, 9), "text": "5 6 7 8 9"}, {"ending"}),  # beyond max_tokens
+        ({"token_ids": (5, 6), "text": "5 6"}, {"ending"}),  # "length" after two of four tokens
+        ({"token_ids": (5, 2), "text": "5", "finish_reason": "stop"}, {"text"}),
+        ({"text": "5 6 7"}, {"text"}),
+        ({"text": " 5 6 7 8\ufffd"}, set()),  # ends within a character
+    ],
+)
+def test_the_end_and_the_text_of_an_answer_are_compared_with_its_ids(changes, violated):
+    ledger = Ledger(AuditConfig(), Ended(), 100)
+    answer = AuditAnswer(
+        token_ids=(5, 6, 7, 8), text="5 6 7 8", finish_reason="length", num_charged=4
+    )
+    question = Question(arm="served", kind="sampled", prompt=(1,), num_tokens=4, group=0)
+    ledger.add(question, replace_answer(answer, **changes))
+    found = {d.direction for d in ledger.deviations("served") if d.mean > 0}
+    assert found == violated
+
+
+def test_a_missed_stop_string_is_seen():
+    ledger = Ledger(AuditConfig(), None, None)
+    question = Question(arm="served", kind="stopped", prompt=(1,), num_tokens=4, group=0, stop="ab")
+    answer = AuditAnswer(token_ids=(1, 2), text="xaby", finish_reason="stop", num_charged=2)
+    ledger.add(question, answer)
+    assert ledger.moved("served", "ending").mean == 1.0
+
+
+def test_texts_that_never_end_are_seen_in_the_probability_of_the_end():
+    """Token 2 ends a text by the reference, and never comes."""
+    table = pair(1)[0]
+    log_probs = table.log_probs.clone()
+    log_probs[:, 2] = -30.0
+    never = Stream(TabularModel(log_probs=log_probs.log_softmax(-1), order=2, store=table.store))
+
+    def change(number, question, answer):
+        return answer if question.arm == "control" else never.one(question)
+
+    reference = replace(reference_of(table, None), eos_token_ids=frozenset({2}))
+    kinds = (replace(KINDS[0], share=1.0),)
+    audit = audit_of(Stream(change=change), reference=reference, kinds=kinds, tokens=8000)
+    audit.run(silent)
+    assert judge(audit).status == "deviates"
+    assert "ends" in {d.direction for d in audit.ledger.deviations("served") if d.log_e > 10}
+
+
+# ----------------------------------------------------------------------------------- what is asked
+
+
+def asked_of():
+    stream, asked = Stream(), []
+    one = stream.one
+
+    def note(question):
+        asked.append(question)
+        return one(question)
+
+    stream.one = note
+    audit_of(stream, tokens=8000).run(silent)
+    return asked
+
+
+def test_requests_are_sent_in_every_circumstance():
+    asked = asked_of()
+    sizes = Counter(question.round for question in asked)
+    assert {1, 8} <= {*sizes.values()}
+    assert {question.setting for question in asked} == {*ROUNDS}
+    assert max(question.num_tokens for question in asked) == 200
+    assert any(question.cut_at for question in asked)
+    assert any(not question.is_streamed for question in asked)
+    again = [question for question in asked if question.setting == "again"]
+    between = {q.group for q in asked} - {q.group for q in again}
+    assert between  # A-B-A: other prompts came between
+    assert all(any(q.group == a.group and q.round < a.round for q in asked) for a in again)
+    prompts = {question.prompt for question in asked}
+    continued = [question for question in asked if question.setting == "continued"]
+    assert all(any(q.prompt[: len(p)] == p for p in prompts - {q.prompt}) for q in continued)
+
+
+def test_what_was_not_tested_is_listed():
+    audit = audit_of(tokens=2000, kinds=KINDS)
+    audit.run(silent)
+    found = " ".join(judge(audit).untested)
+    for words in ("kind chat", "long answers", "go on with an answer", "small biases"):
+        assert words in found
+
+
+def test_kinds_follow_the_parameters_of_a_prompt_file():
+    rows = [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0}]
+    first, second = kinds_of(rows)
+    assert (first.temperature, first.share) == (0, pytest.approx(2 / 3))
+    assert (second.name, second.top_p) == ("temperature 0.7, top_p 0.9", 0.9)
+    assert kinds_of([{"prompt": "a"}]) == KINDS
+    for wrong in ({"temperature": "hot"}, {"top_p": 3}):
+        with pytest.raises(InvalidRequest, match=r"temperature|top_p"):
+            kinds_of([wrong])
+
+
+def test_listed_probabilities_follow_top_k_exactly():
+    logs = np.log(np.array([[0.5, 0.25, 0.125, 0.0625]]))
+    probs = _probs_of_listed(logs, Kind(name="k", share=1, temperature=0.5, top_k=2))
+    assert probs[0] == pytest.approx([0.8, 0.2, 0, 0, 0])
+    assert _probs_of_listed(logs, Kind(name="k", share=1, top_k=4)) is None  # the list is too short
+    assert _probs_of_listed(logs, KINDS[0])[0, -1] == pytest.approx(0.0625)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from forerun.doctor.audit.ledger import Bet, combined, mean_interval
+from forerun.doctor.audit.ledger import Bet, Moments, mean_interval
 
 
 @pytest.mark.parametrize("expected", [0.0, 0.01, 0.5, 0.9])
@@ -32,21 +32,18 @@ def test_a_bet_grows_with_a_deviation_and_ignores_what_is_unknown():
     assert bet.log_e > 20
 
 
-def test_one_bet_among_many_costs_the_logarithm_of_their_number():
-    winner = Bet(0.002)
-    winner.update(np.ones(100), np.full(100, 0.5))
-    losers = [Bet(0.002) for _ in range(9)]
-    for bet in losers:
-        bet.update(np.zeros(100), np.full(100, 0.5))
-    assert combined([winner, *losers]) == pytest.approx(winner.log_e - math.log(10), abs=1e-3)
-    assert combined([]) == 0.0
-
-
 def test_an_interval_contains_the_mean_at_every_time():
     # A fixed sequence of which every stretch has mean 1/2: a van der Corput sequence.
-    values = np.array([int(f"{n:014b}"[::-1], 2) / (1 << 14) for n in range(1, 4000)])
-    for num in range(2, 4000, 97):
-        _, low, high = mean_interval(values[:num], 0.05)
+    moved = Moments()
+    for num in range(4000):
+        moved.add(np.array([int(f"{num:014b}"[::-1], 2) / (1 << 14)]))
+        low, high = mean_interval(moved, 0.05)
         assert low < 0.5 < high
-    assert high - low < 0.07
-    assert mean_interval(values[:1], 0.05)[1:] == (-1.0, 1.0)
+    assert high - low < 0.08
+
+
+def test_a_rate_that_was_never_seen_is_bounded_by_the_number_of_tokens():
+    few, many = Moments(), Moments()
+    few.add(np.zeros(100))
+    many.add(np.zeros(10_000))
+    assert 1e-4 < mean_interval(many, 0.05)[1] < mean_interval(few, 0.05)[1] < 0.05
