@@ -702,7 +702,8 @@ def verdict_of(scored: Sequence[ScoredCause], evidence: Evidence, given: Set[str
             return "problem"
         if any(evidence.flag(name) for name in CONCLUSIVE):
             return "problem"
-    is_read = not any(reading.unread for reading in evidence.readings)
+    # Who complains has seen something, even if no symptom was read of the words.
+    is_read = not any(reading.unread or "words" in reading.kinds for reading in evidence.readings)
     is_healthy = evidence.flag("symptom_seen") is False and is_read and not is_seen
     return "healthy" if is_healthy else "inconclusive"
 
