@@ -74,10 +74,11 @@ def test_too_little_is_4_and_asks(diagnose):
 
 
 def test_json_is_one_object(diagnose, log):
-    code, captured = diagnose(log(BAD), "--json", "--observed", "output_differs")
+    flags = ("--changed", "target", "--observed", "acceptance_dropped")
+    code, captured = diagnose(log(BAD), "--json", *flags)
     document = json.loads(captured.out)
     assert code == 3 and document["causes"][0]["remedies"]
-    assert document["evidence"]["output_differs"]["source"] == "given on the command line"
+    assert document["evidence"]["acceptance_dropped"]["source"] == "given on the command line"
 
 
 def test_a_run_before_a_change_is_what_today_is_compared_with(diagnose, tmp_path):
