@@ -1,8 +1,9 @@
 """Audits over HTTP of a small network with each fault of tests/lab/planted.py.
 
     python -m benchmarks.audit.planted --seeds 0-0 --tokens 20000
+    python -m benchmarks.audit.planted --more            # those of tests/lab/planted_more.py
 
-A row per audit goes to results/planted.jsonl; what is there is skipped.
+A row per audit goes to results/planted.jsonl or planted-more.jsonl; what is there is skipped.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from benchmarks.audit.run import RESULTS, add_rows, row_of, seeds_of
 from tests import tiny
+from tests.lab import planted_more
 from tests.lab.planted import FAULTS
 from tests.lab.planting import PlantedFault
 from tests.server.conftest import serving
@@ -81,8 +83,11 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-0")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--more", action="store_true")
     options = parser.parse_args()
     faults: list[PlantedFault | None] = [None, *FAULTS]
+    if options.more:
+        faults = [*planted_more.FAULTS]
     runs = (
         (
             f"{fault.family}: {fault.name}" if fault else "none",
@@ -92,7 +97,8 @@ def main() -> None:
         for seed in seeds_of(options.seeds)
         for fault in faults
     )
-    add_rows(RESULTS / "planted.jsonl", runs, options.seconds)
+    name = "planted-more" if options.more else "planted"
+    add_rows(RESULTS / f"{name}.jsonl", runs, options.seconds)
 
 
 if __name__ == "__main__":
