@@ -28,7 +28,8 @@ CLAUSES = re.compile(
 BUT = re.compile(r"\b(?:but|while|whereas|although|though)\b", re.IGNORECASE)
 GUESS = re.compile(
     r"\b(?:should|would|could|may|might|perhaps|probably|whether|wonder\w*|want\w*|"
-    r"supposed|in place of|rather than)\b|^(?!.*\bwhy\b).*\?$",
+    r"supposed|in place of|rather than|far from|anything but|doubt\w*|hardly any|nobody|used to be|"
+    r"fixed it|docs? says?)\b|^(?!.*\bwhy\b).*\?$",
     re.IGNORECASE,
 )
 NEGATION = re.compile(
@@ -39,6 +40,7 @@ NEGATION = re.compile(
 WORDS_OF_NUMBERS = re.compile(
     r"\b(one|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\b", re.IGNORECASE
 )
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 NUMBERS = dict(
     one="1", two="2", three="3", four="4", five="5", six="6", seven="7", eight="8", nine="9",
     ten="10", twelve="12", sixteen="16",
@@ -172,7 +174,9 @@ def read_complaint(text: str) -> Evidence:
     sure: dict[str, dict[Value, str]] = {}
     for sentence in SENTENCES.split(hide_urls(text)):
         short = sentence.strip()[:MAX_SENTENCE]
-        plain = WORDS_OF_NUMBERS.sub(lambda word: NUMBERS[word[0].lower()], short)
+        plain = WORDS_OF_NUMBERS.sub(
+            lambda word: NUMBERS[word[0].lower()], THOUSANDS.sub("", short)
+        )
         stated = [entry for rule in rules("symptoms") for entry in rule.statements(plain)]
         if short and not _is_understood(short, stated):
             evidence.readings[0].unread.append(short)
