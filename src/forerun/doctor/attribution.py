@@ -88,7 +88,7 @@ class Attribution:
 def attribute(evidence: Evidence) -> Attribution | None:
     """Compute the attribution; None if tau or K is unknown or the facts are inconsistent."""
     tau, k = evidence.number("acceptance_length"), evidence.number("k")
-    if tau is None or not k or not 1.0 <= tau <= k + 1 + TOLERANCE:
+    if tau is None or k is None or k < 1.0 or not 1.0 <= tau <= k + 1 + TOLERANCE:
         return None
     kappa = evidence.number("cycle_cost")
     c, v, o = (evidence.number(name) for name in ("draft_cost", "verify_cost", "overhead"))

@@ -31,6 +31,7 @@ from forerun.doctor.evidence import (
     add_costs,
     add_rates,
     add_ratios,
+    alike,
     load_table,
     merge,
 )
@@ -586,7 +587,8 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     Every figure of the result is a fact of the evidence: readers add those that a source states,
     `derive`, `_add_gap_shares` and `add_predictions` those that follow.
     """
-    given, evidence = evidence.facts.keys(), derive(evidence)
+    given, evidence = evidence.facts.keys(), derive(_prefer_measured(evidence))
+    evidence.facts.pop("symptom_seen", None)  # follows from the other facts, whoever gives it
     attribution = attribute(evidence)
     outlook: Outlook | None = None
     if attribution is not None:
@@ -617,6 +619,24 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     )
 
 
+def _prefer_measured(evidence: Evidence) -> Evidence:
+    """Return the evidence without what was said in words and figures of other sources deny."""
+    words = {name: fact for name, fact in evidence.facts.items() if fact.sentence}
+    if not words:
+        return evidence
+    found = merge(evidence)
+    for name in words:
+        del found.facts[name]
+    measured = derive(found)
+    for name, fact in words.items():
+        known = measured.facts.get(name)
+        if known is None or alike(known.value, fact.value):
+            found.facts[name] = fact
+        else:
+            found.disagreements.append(fact)
+    return found
+
+
 def _add_gap_shares(evidence: Evidence, found: Attribution) -> None:
     for kind in ("rejection", "draft", "verify", "overhead"):
         evidence.note(f"gap_share_{kind}", found.share(kind), "attribution of the time per token")
@@ -626,7 +646,10 @@ MIN_SYMPTOM = 1.0
 """Weight of a fact against health, in nats, from which on it is a symptom."""
 CHOSEN = ("no_gain", "gain_of_lower_k", "gain_of_higher_k")
 """No symptoms where a controller chooses K, and whether to draft, by its costs."""
-HARMLESS = ("acceptance_low", "acceptance_fine", "adaptive_k")
+HARMLESS = (
+    *("acceptance_low", "acceptance_fine", "adaptive_k"),
+    *("prefill_share", "outputs_short", "ttft_up"),
+)
 """No symptoms where a controller chose plain decoding for most steps."""
 
 

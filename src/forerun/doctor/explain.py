@@ -326,7 +326,8 @@ def _explain_calibration(found: Measured) -> Lesson:
         "has the target's own distribution; the trace sums these probabilities as expected. A "
         "verifier that keeps more than expected is faster and looks better on every dashboard, but "
         "its text is no longer the target's. The second row is a recorded trace of such a fault, "
-        "planted. z is the difference in standard deviations; within 3 nothing is wrong. "
+        "planted. z is the difference in standard deviations; between -3 and 3 these steps show no "
+        "fault, and a small one takes more steps to see. Steps at temperature 0 say little. "
         "To test a server without a trace: `forerun audit`.",
     ]
     kept, wrong = other.counts.num_accepted, other.expected

@@ -297,7 +297,8 @@ def _evidence_words(evidence: Evidence) -> Iterator[str]:
     )
     for fact in evidence.supposed.values():
         if fact.name not in evidence and FACTS[fact.name].type == "flag":
-            yield f"{fact.doubt} If so, add --observed {fact.name}."
+            flag = "--observed {}" if fact.value is True else "--fact {}=no"
+            yield f"{fact.doubt} If so, add {flag.format(fact.name)}."
     yield from evidence.notes[:MAX_NOTES]
     for fact in evidence.disagreements:
         known = evidence.facts[fact.name]
