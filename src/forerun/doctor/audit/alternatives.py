@@ -49,8 +49,13 @@ def of_target(target: Rows, further: Mapping[str, Rows]) -> Iterator[tuple[str, 
     yield "sharper", _tempered(target, 0.7)
 
 
-def of_draft(target: Rows, draft: Rows) -> Iterator[tuple[str, Rows]]:
+def of_draft(
+    target: Rows, draft: Rows, unprocessed: Rows | None = None
+) -> Iterator[tuple[str, Rows]]:
     """Yield the distributions under faults that depend on the draft's distribution."""
+    if unprocessed is not None:  # the draft is filtered, and the target is not
+        accepted = _ratio(unprocessed, draft)
+        yield "draft_unfiltered", _verified(unprocessed, draft, accepted, draft)
     kept = np.minimum(target, draft)
     rejected = 1.0 - kept.sum(-1, keepdims=True)
     residual = _normalised(np.maximum(target - draft, 0.0), target)
@@ -68,13 +73,6 @@ def of_draft(target: Rows, draft: Rows) -> Iterator[tuple[str, Rows]]:
     threshold = np.minimum(0.09, 0.3 * np.exp(-entropy))
     yield "typical", _verified(target, draft, (target > threshold) * 1.0, draft)
     yield "noise_reused", _with_noise_of_draft(target, draft, residual)
-
-
-def with_filter_on_one_side(
-    target: Rows, draft: Rows, unfiltered: Rows
-) -> Iterator[tuple[str, Rows]]:
-    """Yield the fault that compares a filtered draft with unfiltered target probabilities."""
-    yield "draft_unfiltered", _verified(unfiltered, draft, _ratio(unfiltered, draft), draft)
 
 
 def _verified(target: Rows, draft: Rows, accepted: Rows, recorded: Rows) -> Rows:

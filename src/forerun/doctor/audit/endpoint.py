@@ -111,7 +111,10 @@ class HttpEndpoint:
         after = self._drafted_in_all()
         if drafted is not None and after is not None:  # its counter does not tell answers apart
             each = (after - drafted) // len(found)
-            found = [a if a.num_drafted is not None else _with_count(a, each) for a in found]
+            found = [
+                a if a.num_drafted is not None else msgspec.structs.replace(a, num_drafted=each)
+                for a in found
+            ]
         if self.scores:
             pairs = zip(questions, found, strict=True)
             found = [*self._executor.map(lambda pair: self._score(*pair), pairs)]
@@ -259,10 +262,6 @@ def _read_tokens(found: object) -> tuple[int, ...]:
 
 class _Tokens(msgspec.Struct, frozen=True):
     tokens: tuple[TokenId, ...]
-
-
-def _with_count(answer: AuditAnswer, num_drafted: int) -> AuditAnswer:
-    return msgspec.structs.replace(answer, num_drafted=num_drafted)
 
 
 def _with_scores(answer: AuditAnswer, scored: Mapping[int, TokenLogprob]) -> AuditAnswer:

@@ -168,11 +168,8 @@ def _alternatives(rows: ExpectedRows, part: slice) -> Iterator[tuple[str, Rows]]
     probs = rows.probs[part]
     yield from alternatives.of_target(probs, {n: other[part] for n, other in rows.further.items()})
     if rows.draft is not None:
-        draft = rows.draft[part]
-        yield from alternatives.of_draft(probs, draft)
-        if rows.unprocessed is not None:
-            plain = rows.unprocessed[part]
-            yield from alternatives.with_filter_on_one_side(probs, draft, plain)
+        plain = None if rows.unprocessed is None else rows.unprocessed[part]
+        yield from alternatives.of_draft(probs, rows.draft[part], plain)
 
 
 def _rank_order(rows: ExpectedRows) -> ndarray:

@@ -28,11 +28,11 @@ class Chat:
 
 
 @dataclass(slots=True)
-class Limits:
-    """What may still be spent."""
+class Amounts:
+    """Output tokens and requests: those spent, or those that may still be spent."""
 
-    num_tokens: int
-    num_requests: int
+    num_tokens: int = 0
+    num_requests: int = 0
 
 
 class AuditRounds:
@@ -82,7 +82,7 @@ class AuditRounds:
                 self._has_whole_ids = False
 
     def choose(
-        self, arm: Arm, kinds: Sequence[Kind], limits: Limits, settings: Sequence[Setting] = ROUNDS
+        self, arm: Arm, kinds: Sequence[Kind], limits: Amounts, settings: Sequence[Setting] = ROUNDS
     ) -> list[Question]:
         """Return the questions of the next round that the limits allow."""
         number = self._num_rounds[arm]

@@ -13,7 +13,7 @@ from forerun.doctor.audit.endpoint import MOST_REQUESTS, Endpoint
 from forerun.doctor.audit.ledger import Deviation, Ledger, groups_of
 from forerun.doctor.audit.records import Arm, AuditAnswer, Question, Setting, StateFile
 from forerun.doctor.audit.reference import Reference
-from forerun.doctor.audit.rounds import AuditRounds, Chat, Limits, Prompt
+from forerun.doctor.audit.rounds import Amounts, AuditRounds, Chat, Prompt
 from forerun.errors import InvalidRequest
 from forerun.terminal_text import printable
 
@@ -22,14 +22,6 @@ Report = Callable[[str, float], None]
 _MOST_FAILURES = 5
 """Consecutive failures after which the server counts as unreachable."""
 _GRAMMARS_BY_CHANCE = 3
-
-
-@dataclass(slots=True)
-class Spent:
-    """Tokens and requests that count against the limits of an audit."""
-
-    num_tokens: int = 0
-    num_requests: int = 0
 
 
 @dataclass(slots=True)
@@ -43,7 +35,7 @@ class Progress:
         alarm_tokens: output tokens when it reached the alarm; None before.
     """
 
-    spent: Spent = field(default_factory=Spent)
+    spent: Amounts = field(default_factory=Amounts)
     dropped: dict[str, str] = field(default_factory=dict)
     problems: Counter[str] = field(default_factory=Counter)
     num_without_ids: int = 0
@@ -175,7 +167,7 @@ class Audit:
         """Return the questions to ask at once; none if the audit has ended."""
         kinds = [k for k in self.config.kinds if k.name not in self.progress.dropped]
         spent, config = self.progress.spent, self.config
-        limits = Limits(
+        limits = Amounts(
             config.max_tokens - spent.num_tokens, config.max_requests - spent.num_requests
         )
         if self.progress.alarm_tokens is not None:
@@ -193,7 +185,7 @@ class Audit:
         name = (kinds[0] if kinds else alarmed).group.removeprefix("kind ")
         return self.ledger.kinds.get(name, self.config.kinds[0])
 
-    def _confirm(self, limits: Limits) -> list[Question]:
+    def _confirm(self, limits: Amounts) -> list[Question]:
         """After an alarm: what deviates without speculation and with it, by turns.
 
         With it, half is plain sampling, which shows whether that deviates too.
@@ -219,12 +211,10 @@ def _settings_of(group: str) -> Sequence[Setting]:
     """Return the rounds in which the tokens of a group are asked for."""
     if group == "clients 1":
         return ("alone",)
-    if group == "place beyond 64":
+    if group in ("place beyond 64", "setting long"):
         return ("long",)
-    named: dict[str, Sequence[Setting]] = {
-        "setting again": ("together", "together", "again"),
-        "setting aborted": ("aborted",),
-        "setting continued": ("together", "continued"),
-        "setting long": ("long",),
-    }
-    return named.get(group, ("together",))
+    if group == "setting again":
+        return ("together", "together", "again")
+    if group == "setting continued":
+        return ("together", "continued")
+    return ("aborted",) if group == "setting aborted" else ("together",)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import log, sqrt
 
 from forerun.doctor.audit.alternatives import FAMILIES
@@ -22,44 +21,35 @@ _FAR_SHARE = 0.15
 _CACHED = ("setting again", "setting continued", "setting aborted")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
-    """What a family of faults shows, and what it does not show."""
-
-    family: str
-    shows: frozenset[str]
-    lacks: frozenset[str] = frozenset()
-
-
-def _sign(family: str, shows: str, lacks: str = "") -> Signature:
-    return Signature(family=family, shows=frozenset(shows.split()), lacks=frozenset(lacks.split()))
-
-
 SIGNATURES = (
-    _sign("shared_seeds", "copied"),
-    _sign("text", "text", "copied ending"),
-    _sign("ending", "ending", "copied"),
-    _sign("ending", "ends-first", "copied ending text"),
-    _sign("grammar", "grammar", "plain filtered counted copied"),
-    _sign("relaxed_greedy", "greedy", "plain filtered counted grammar copied"),
-    _sign("threshold", "excluded-seldom excluded-far", "plain counted copied full-only"),
-    _sign(
+    ("shared_seeds", "copied", ""),
+    ("text", "text", "copied ending"),
+    ("ending", "ending", "copied"),
+    ("ending", "ends-first", "copied ending text"),
+    ("grammar", "grammar", "plain filtered counted copied"),
+    ("relaxed_greedy", "greedy", "plain filtered counted grammar copied"),
+    ("threshold", "excluded-seldom excluded-far", "plain counted copied full-only"),
+    (
         "one_sided_filter",
         "filtered excluded-far",
         "plain counted excluded-seldom copied full-only",
     ),
-    _sign("numerics", "filtered", "excluded-far favoured copied full-only cached-only"),
-    _sign("missing_penalties", "counted", "plain copied full-only"),
-    _sign("bonus", "full-only", "copied ends-first"),
-    _sign("stale_state", "cached-only", "copied full-only ends-first"),
+    ("numerics", "filtered", "excluded-far favoured copied full-only cached-only"),
+    ("missing_penalties", "counted", "plain copied full-only"),
+    ("bonus", "full-only", "copied ends-first"),
+    ("stale_state", "cached-only", "copied full-only ends-first"),
 )
-"""Facts by which a family is known; where none fits, likelihoods decide."""
+"""Family, facts that it shows and facts that it lacks; where none fits, likelihoods decide."""
 
 
 def name_family(ledger: Ledger) -> str:
     """Return the family of faults that explains a deviation; "unnamed" if two do or none does."""
     facts = find_facts(ledger)
-    fitting = {s.family for s in SIGNATURES if s.shows <= facts and not s.lacks & facts}
+    fitting = {
+        family
+        for family, shows, lacks in SIGNATURES
+        if facts.issuperset(shows.split()) and facts.isdisjoint(lacks.split())
+    }
     if len(fitting) == 1:
         return fitting.pop()
     if fitting:

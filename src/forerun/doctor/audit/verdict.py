@@ -225,7 +225,7 @@ def _without_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ..
 def _with_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...]) -> AuditVerdict:
     first = audit.ledger.deviations("served")[0]
     family = name_family(audit.ledger)
-    cause = "shown" if family == "shared_seeds" else contrast(audit, first)
+    cause = "shown" if family == "shared_seeds" else contrast_of(*_compared(audit, first))
     profile = audit.ledger.by_place(first.group, first.direction, in_step=False)
     steps = audit.ledger.by_place(first.group, first.direction, in_step=True)
     reasons = (
@@ -284,11 +284,6 @@ def _control_words(audit: Audit, first: Deviation) -> tuple[str, ...]:
         f"without speculation ({audit.endpoint.control}): {control.mean:+.3f} "
         f"({low:+.3f} to {high:+.3f}) over {control.num} values",
     )
-
-
-def contrast(audit: Audit, first: Deviation) -> Literal["shown", "denied", "open"]:
-    """Decide, by the requests without speculation, whether speculation causes a deviation."""
-    return contrast_of(*_compared(audit, first))
 
 
 def contrast_of(served: Moments, control: Moments) -> Literal["shown", "denied", "open"]:
