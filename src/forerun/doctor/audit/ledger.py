@@ -384,11 +384,16 @@ def groups_of(question: Question, config: AuditConfig) -> tuple[str, ...]:
     )
 
 
+_FEW_EVENTS = 8
+
+
 def num_drafted_of(answer: AuditAnswer) -> int | None:
     """Return the draft tokens of an answer, by the server's count or the steps of its stream."""
     if answer.num_drafted is not None:
         return answer.num_drafted
     steps = [size for size in answer.step_sizes if size]
+    if len(steps) > _FEW_EVENTS and len({*steps[:-1]}) == 1 < steps[0]:
+        return None  # a server that groups its tokens sends as many in every event
     return sum(steps) - len(steps) if steps else None
 
 

@@ -149,6 +149,18 @@ class Audit:
             question.kind not in self.progress.dropped and self._num_grammars > _GRAMMARS_BY_CHANCE
         )
 
+    def describe_sizes(self) -> tuple[str, ...]:
+        """Return how long prompts and answers were: of longer ones the audit says nothing."""
+        prompts = [len(q.prompt) for q, _ in self.rounds.seen]
+        answers = [len(a.token_ids or ()) for _, a in self.rounds.seen]
+        if not prompts or not max(answers):
+            return ()
+        unit = "characters" if isinstance(self.rounds.seen[0][0].prompt, str) else "tokens"
+        return (
+            f"prompts had {min(prompts)} to {max(prompts)} {unit}, answers up to {max(answers)} "
+            "tokens; nothing is known of longer ones",
+        )
+
     def share_without_ids(self, group: str) -> float:
         """Return the share of served answers of a group whose token ids are unknown."""
         seen = [

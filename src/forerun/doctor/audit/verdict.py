@@ -200,14 +200,20 @@ def _without_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ..
         for group, bound in audit.ledger.bounds().items()
         if served.num_tokens[group] >= _FEW_OF_GROUP
     }
-    kinds = {g: bound for g, bound in bounds.items() if g.startswith("kind ")}
+    kinds = {
+        group: bound
+        for group, bound in bounds.items()
+        if group.startswith("kind ") and is_speculated(audit, group)
+    }
     worst = max(kinds, key=lambda group: kinds[group], default=None)
     words = "No deviation was found."
     if worst is not None:
         words = (
             f"No deviation above TV {bounds['all']:.3f} over all tokens, or {kinds[worst]:.3f} in "
-            f"one kind of request ({worst.removeprefix('kind ')}), with 95%."
+            f"one kind of request ({worst.removeprefix('kind ')}), with about 95% confidence."
         )
+    if untested:
+        words += f" {len(untested)} kinds or circumstances were not tested."
     return AuditVerdict(
         status="no_deviation" if problem is None else "cannot_judge",
         sentence=problem or words,
@@ -218,6 +224,7 @@ def _without_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ..
         reasons=(
             f"{num_tokens} tokens of {audit.endpoint.name} were compared",
             _speculation_in_words(audit),
+            *audit.describe_sizes(),
         ),
     )
 
