@@ -588,7 +588,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     `derive`, `_add_gap_shares` and `add_predictions` those that follow.
     """
     given, evidence = evidence.facts.keys(), derive(_prefer_measured(evidence))
-    evidence.facts.pop("symptom_seen", None)  # follows from the other facts, whoever gives it
+    evidence.facts.pop("symptom_seen", None)  # follows from the other facts; it is not given
     attribution = attribute(evidence)
     outlook: Outlook | None = None
     if attribution is not None:
