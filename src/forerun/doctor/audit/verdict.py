@@ -32,11 +32,11 @@ MEANINGS: Mapping[str, str] = {
     "residual": "the token after a rejection does not come from the residual distribution",
     "argmax_slot": "a slot that should be sampled takes the most likely token",
     "reused_noise": "the random numbers that drew the draft are used again to accept it",
-    "one_sided_filter": "top-p or top-k is applied to one of draft and target alone",
+    "one_sided_filter": "top-p, top-k or min-p is applied to only one of draft and target",
     "threshold": "now and then a token of probability 0 is kept: the comparison accepts equality, "
     "or the random numbers are coarse",
     "relaxed_greedy": "at temperature 0 draft tokens are kept that are not the most likely ones",
-    "missing_penalties": "the verification pass leaves out the penalties",
+    "missing_penalties": "the verification pass leaves out penalties or the logit bias",
     "wrong_row": "the pass is read one row off",
     "stale_state": "the text fits another context than its own: state of rejected tokens is kept",
     "shared_seeds": "separate requests draw with the same random numbers",

@@ -28,8 +28,8 @@ function sendButton(text) {
 function show({ question, num_asked: number, diagnosis }) {
   const form = byId("questions");
   const screen = question.map(fieldOf);
-  if (question.length) screen.unshift(element("p", "note", `Question ${number + 1} of at most 8`));
-  else screen.push(element("p", "note", "Nothing more to ask: further answers would hardly change the advice."));
+  if (question.length) screen.unshift(element("p", "note", `Question ${number + 1}`));
+  else screen.push(element("p", "note", "No more questions."));
   form.replaceChildren(...screen, ...(question.length ? [sendButton("Next")] : []));
   const causes = diagnosis.causes.map((cause) => element("li", "", `${cause.label.replaceAll("_", " ")}: ${cause.what}`));
   const changes = diagnosis.changes.map((change) => element("li", "", change));
