@@ -341,7 +341,11 @@ def _answer_of(
         logprobs=tuple(_clamp(t.logprob or 0.0) for t in logprobs),
         num_charged=0 if refused else counted if is_whole else max(counted, question.num_tokens),
         num_prompt=next((u.prompt_tokens for u in usages if u.prompt_tokens is not None), None),
-        num_drafted=drafted[-1].num_drafted if drafted else timed[-1].draft_n if timed else None,
+        num_drafted=max(0, drafted[-1].num_drafted)
+        if drafted
+        else timed[-1].draft_n
+        if timed
+        else None,
         problem=problem,
         is_refused=is_refused,
     )

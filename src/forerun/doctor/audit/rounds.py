@@ -149,7 +149,8 @@ class AuditRounds:
         """Return how many tokens an answer may have in the context of the server."""
         if self.max_context is None or isinstance(prompt, str):
             return num_tokens
-        return max(2, min(num_tokens, self.max_context - len(prompt)))
+        # To be scored, a text is sent back with room for one more token.
+        return max(2, min(num_tokens, self.max_context - len(prompt) - 1))
 
     def _continue(self, at: int, prompt: Prompt) -> Prompt:
         """Return an earlier prompt with the first half of its answer, a prefix that was served."""
