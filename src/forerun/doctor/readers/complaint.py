@@ -28,8 +28,8 @@ CLAUSES = re.compile(
 BUT = re.compile(r"\b(?:but|while|whereas|although|though)\b", re.IGNORECASE)
 GUESS = re.compile(
     r"\b(?:should|would|could|may|might|perhaps|probably|whether|wonder\w*|want\w*|"
-    r"supposed|in place of|rather than|far from|anything but|doubt\w*|hardly any|no ?body|used to be|"
-    r"fixed it|docs? says?)\b|^(?!.*\bwhy\b).*\?$",
+    r"supposed|in place of|rather than|far from|anything but|doubt\w*|hardly any|no ?body|"
+    r"used to be|fixed it|docs? says?)\b|^(?!.*\bwhy\b).*\?$",
     re.IGNORECASE,
 )
 NEGATION = re.compile(
