@@ -286,7 +286,7 @@ def _topics_of(evidence: Evidence) -> set[str]:
 
 def _decisive_words(evidence: Evidence, answers: Mapping[str, Answer]) -> Item | None:
     """Return what was read from words, or may be meant by them, that decides the first cause."""
-    first = _first_of(evidence)
+    first = _find_likeliest(evidence)
     for name, fact in (evidence.facts | evidence.supposed).items():
         if name in answers or name in SETTING or not fact.sentence:
             continue
@@ -295,12 +295,12 @@ def _decisive_words(evidence: Evidence, answers: Mapping[str, Answer]) -> Item |
             if FACTS[name].type != "flag":
                 continue
             other.facts[name] = fact
-        if _first_of(other) != first:
+        if _find_likeliest(other) != first:
             return Item(fact=name, text=fact.doubt, wrote=fact.sentence)
     return None
 
 
-def _first_of(evidence: Evidence) -> str:
+def _find_likeliest(evidence: Evidence) -> str:
     return score_causes(evidence, CAUSES.values())[0].cause.label
 
 
@@ -352,12 +352,12 @@ def _chance_of_change(
     evidence: Evidence, shares: Mapping[str, float], items: Iterable[Item]
 ) -> float:
     """Return the probability that an answer about one of these items changes the first cause."""
-    first, total = _first_of(evidence), 0.0
+    first, total = _find_likeliest(evidence), 0.0
     for item in items:
         yes = sum(share * chance for share, chance in _chances(shares, item.fact))
         for answer, chance in ((True, yes), (False, 1.0 - yes)):
             supposed = Evidence(facts=dict(evidence.facts))
             supposed.add(item.fact, answer, "supposed")
-            if _first_of(supposed) != first:
+            if _find_likeliest(supposed) != first:
                 total += _chance_known(item) * chance
     return total

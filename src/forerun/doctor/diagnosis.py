@@ -661,7 +661,7 @@ def _add_symptoms(evidence: Evidence) -> None:
         is_off = is_switched_off(evidence)
         harmless = CHOSEN + (HARMLESS if is_off else ())
         seen = [name for name in seen if name not in harmless]
-    if seen or basis_of(evidence):
+    if seen or list_basis(evidence):
         words = ", ".join(seen) or "no fact speaks against health"
         evidence.note("symptom_seen", bool(seen), words)
 
@@ -678,7 +678,7 @@ LEAST_FINE = 0.2
 """Lower end of acceptance at position 1 from which on a draft that predicts nothing is excluded."""
 
 
-def basis_of(evidence: Evidence) -> list[str]:
+def list_basis(evidence: Evidence) -> list[str]:
     """Return the measured figures that could have shown a fault; health rests on these."""
     found = []
     first = evidence.facts.get("alpha_1")
@@ -715,7 +715,7 @@ def verdict_of(scored: Sequence[ScoredCause], evidence: Evidence, given: Set[str
     Args:
         given: names of the facts that were read, not derived.
     """
-    likeliest = next((item for item in scored if item.cause.label != "healthy"), scored[0])
+    likeliest = _find_likeliest_fault(scored)
     drafts = evidence.number("num_drafts")
     is_timed = drafts is None or not 0 < drafts < MIN_TIMED_DRAFTS
     is_seen = evidence.flag("symptom_seen") or _is_asserted(likeliest, given)
@@ -731,13 +731,18 @@ def verdict_of(scored: Sequence[ScoredCause], evidence: Evidence, given: Set[str
     return "healthy" if is_healthy else "inconclusive"
 
 
+def _find_likeliest_fault(scored: Sequence[ScoredCause]) -> ScoredCause:
+    """Return the first cause that is not health; health where there is no other."""
+    return next((item for item in scored if item.cause.label != "healthy"), scored[0])
+
+
 NAMED_FAMILIES = ("cost", "alignment")
 """Families whose causes, where none stands out, still say together what is wrong."""
 
 
 def family_score(scored: Sequence[ScoredCause]) -> float:
     """Return the score of all supported causes of the likeliest one's family; 0 without a name."""
-    likeliest = next((item for item in scored if item.cause.label != "healthy"), scored[0])
+    likeliest = _find_likeliest_fault(scored)
     family = likeliest.cause.family
     alike = [item.score for item in scored if item.is_supported and item.cause.family == family]
     return sum(alike) if family in NAMED_FAMILIES else 0.0

@@ -16,8 +16,8 @@ from forerun.doctor.diagnosis import (
     Change,
     Diagnosis,
     RankedCause,
-    basis_of,
     family_score,
+    list_basis,
 )
 from forerun.doctor.evidence import FACTS, Evidence, Fact, alike
 from forerun.terminal_text import printable
@@ -76,7 +76,7 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
     changed = "".join(f" {printable(c[:1].upper() + c[1:])}." for c in diagnosis.evidence.changes)
     if diagnosis.verdict == "problem":
         return f"Problem: {_problem_words(diagnosis)}{changed}{rate}"
-    figures = ", ".join(basis_of(diagnosis.evidence))
+    figures = ", ".join(list_basis(diagnosis.evidence))
     known = "" if "speedup" in diagnosis.evidence else " as far as is known"
     rate = rate or " To know whether it pays, give the rate without drafts." * states_speedup
     return f"Healthy{known}: no fault in {figures}.{rate}"

@@ -323,8 +323,6 @@ def _answer_of(
     logprobs = [token for event in events for token in event.logprobs or ()]
     usages = [event.usage for event in events if event.usage is not None]
     used = [usage.completion_tokens for usage in usages]
-    drafted = [u.speculative_decoding for u in usages if u.speculative_decoding is not None]
-    timed = [event.timings for event in events if event.timings is not None]
     counted = max([sum(map(_num_tokens, events)), *(n for n in used if n is not None)])
     is_whole = problem is None and (
         question.cut_at is not None or ids is not None or any(n is not None for n in used)
@@ -341,14 +339,18 @@ def _answer_of(
         logprobs=tuple(_clamp(t.logprob or 0.0) for t in logprobs),
         num_charged=0 if refused else counted if is_whole else max(counted, question.num_tokens),
         num_prompt=next((u.prompt_tokens for u in usages if u.prompt_tokens is not None), None),
-        num_drafted=max(0, drafted[-1].num_drafted)
-        if drafted
-        else timed[-1].draft_n
-        if timed
-        else None,
+        num_drafted=_count_drafted(events),
         problem=problem,
         is_refused=is_refused,
     )
+
+
+def _count_drafted(events: Sequence[ServerAnswer]) -> int | None:
+    """Return the draft tokens that the latest usage counts, or else llama.cpp's latest timings."""
+    for event in reversed(events):
+        if event.usage is not None and event.usage.speculative_decoding is not None:
+            return max(0, event.usage.speculative_decoding.num_drafted)
+    return next((e.timings.draft_n for e in reversed(events) if e.timings is not None), None)
 
 
 def _top_of(token: TokenLogprob) -> tuple[tuple[int, float], ...]:

@@ -77,7 +77,7 @@ class ReportedLogprobs:
         tokens = np.array(ids, dtype=np.int64)[places]
         matches = listed == tokens[:, None]
         columns = np.where(matches.any(-1), matches.argmax(-1), width)
-        probs = _probs_of_listed(logs, kind)
+        probs = _compute_listed_probs(logs, kind)
         margins = np.maximum(logs[:, 0] - np.array(answer.logprobs)[places], 0.0)
         if probs is None:
             return None
@@ -120,7 +120,7 @@ class ReportedLogprobs:
         return True
 
 
-def _probs_of_listed(logs: ndarray, kind: Kind) -> Rows | None:
+def _compute_listed_probs(logs: ndarray, kind: Kind) -> Rows | None:
     """Return the distribution over listed tokens and the rest; None if the list is too short."""
     rest = np.maximum(1.0 - np.exp(logs).sum(-1), 0.0)
     if kind.temperature in (0.0, 1.0) and kind.top_p == 1.0 and not (kind.top_k or kind.min_p):

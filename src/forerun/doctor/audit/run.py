@@ -216,10 +216,10 @@ class Audit:
             singles = [self.rounds.single(kind, offset) for offset in range(most)]
             return [question for question in singles if question is not None]
         kinds = [kind] if arm == "control" else [*{kind.name: kind, plain.name: plain}.values()]
-        return self.rounds.choose(arm, kinds, limits, _settings_of(self._alarmed.group))
+        return self.rounds.choose(arm, kinds, limits, _choose_settings(self._alarmed.group))
 
 
-def _settings_of(group: str) -> Sequence[Setting]:
+def _choose_settings(group: str) -> Sequence[Setting]:
     """Return the rounds in which the tokens of a group are asked for."""
     if group == "clients 1":
         return ("alone",)

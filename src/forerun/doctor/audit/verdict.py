@@ -232,7 +232,7 @@ def _without_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ..
 def _with_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...]) -> AuditVerdict:
     first = audit.ledger.deviations("served")[0]
     family = name_family(audit.ledger)
-    cause = "shown" if family == "shared_seeds" else contrast_of(*_compared(audit, first))
+    cause = "shown" if family == "shared_seeds" else decide_cause(*_select_moments(audit, first))
     profile = audit.ledger.by_place(first.group, first.direction, in_step=False)
     steps = audit.ledger.by_place(first.group, first.direction, in_step=True)
     reasons = (
@@ -270,7 +270,7 @@ def _describe(group: str) -> str:
     return _GROUPS.get(group) or f"requests of the {group}"
 
 
-def _compared(audit: Audit, first: Deviation) -> tuple[Moments, Moments]:
+def _select_moments(audit: Audit, first: Deviation) -> tuple[Moments, Moments]:
     """Return the served and the control values that show whether speculation is the cause."""
     ledger = audit.ledger
     served = ledger.moved("served", first.direction, first.group)
@@ -283,7 +283,7 @@ def _compared(audit: Audit, first: Deviation) -> tuple[Moments, Moments]:
 
 
 def _control_words(audit: Audit, first: Deviation) -> tuple[str, ...]:
-    _, control = _compared(audit, first)
+    _, control = _select_moments(audit, first)
     if not control.num:
         return ()
     low, high = mean_interval(control, 0.05)
@@ -293,7 +293,7 @@ def _control_words(audit: Audit, first: Deviation) -> tuple[str, ...]:
     )
 
 
-def contrast_of(served: Moments, control: Moments) -> Literal["shown", "denied", "open"]:
+def decide_cause(served: Moments, control: Moments) -> Literal["shown", "denied", "open"]:
     """Decide whether values without speculation move as little as they should."""
     if control.num < 2 or not served.num:
         return "open"

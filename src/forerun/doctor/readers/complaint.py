@@ -80,7 +80,7 @@ class Rule:
             return
         if not all(each.search(sentence) for each in self.conditions):
             return
-        for start, end in clauses_of(sentence):
+        for start, end in split_clauses(sentence):
             clause = sentence[start:end]
             for match in self.said.finditer(
                 sentence, start, end if self.subject else len(sentence)
@@ -131,7 +131,7 @@ def number_of(form: str, groups: list[str]) -> float | None:
     return {"": number, "+": 1.0 + number, "-": 1.0 - number}[sign]
 
 
-def clauses_of(sentence: str) -> list[tuple[int, int]]:
+def split_clauses(sentence: str) -> list[tuple[int, int]]:
     """Return the start and end of every clause."""
     starts = [0, *(found.start() for found in CLAUSES.finditer(sentence))]
     return list(zip(starts, [*starts[1:], len(sentence)], strict=True))

@@ -152,13 +152,13 @@ class LoggedSeries:
             fall = before.rate - now.rate
             if fall >= max(LEAST_FALL, LEAST_FALL * before.rate) and before.drafted and now.drafted:
                 error = math.hypot(
-                    self._error_of(before, self.intervals[:cut]),
-                    self._error_of(now, self.intervals[cut:]),
+                    self._compute_error(before, self.intervals[:cut]),
+                    self._compute_error(now, self.intervals[cut:]),
                 )
                 best = max(best, (fall / error, cut))
         return best[1] if num * student_tail(best[0], NORMAL) <= ERROR_LEVEL else 0
 
-    def _error_of(self, total: LoggedInterval, parts: Sequence[LoggedInterval]) -> float:
+    def _compute_error(self, total: LoggedInterval, parts: Sequence[LoggedInterval]) -> float:
         """Return the larger of the errors between intervals and between drafts."""
         share = min(0.99, max(0.01, total.rate))
         of_drafts = LIKE_DRAFTS * share * (1.0 - share) / max(1.0, total.drafted)

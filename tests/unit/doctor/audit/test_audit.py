@@ -19,9 +19,9 @@ from tests.tabular import TabularModel
 from forerun.doctor.audit.config import KINDS, ROUNDS, AuditConfig, Kind, kinds_of
 from forerun.doctor.audit.ledger import Ledger, Moments, num_drafted_of
 from forerun.doctor.audit.records import AuditAnswer, Question, StateFile
-from forerun.doctor.audit.reference import ReportedLogprobs, _probs_of_listed
+from forerun.doctor.audit.reference import ReportedLogprobs, _compute_listed_probs
 from forerun.doctor.audit.run import Audit
-from forerun.doctor.audit.verdict import contrast_of, judge
+from forerun.doctor.audit.verdict import decide_cause, judge
 from forerun.errors import InvalidRequest, UnreadableInput
 
 PROMPTS = [(n % VOCAB_SIZE, 3 * n % VOCAB_SIZE) for n in range(20)]
@@ -205,7 +205,7 @@ def moments(values: Sequence[float]) -> Moments:
     ],
 )
 def test_the_control_decides_whether_speculation_is_the_cause(served, control, cause):
-    assert contrast_of(moments(served), moments(control)) == cause
+    assert decide_cause(moments(served), moments(control)) == cause
 
 
 def test_a_refused_kind_is_left_out():
@@ -648,7 +648,9 @@ def test_kinds_follow_the_parameters_of_a_prompt_file():
 
 def test_listed_probabilities_follow_top_k_exactly():
     logs = np.log(np.array([[0.5, 0.25, 0.125, 0.0625]]))
-    probs = _probs_of_listed(logs, Kind(name="k", share=1, temperature=0.5, top_k=2))
+    probs = _compute_listed_probs(logs, Kind(name="k", share=1, temperature=0.5, top_k=2))
     assert probs[0] == pytest.approx([0.8, 0.2, 0, 0, 0])
-    assert _probs_of_listed(logs, Kind(name="k", share=1, top_k=4)) is None  # the list is too short
-    assert _probs_of_listed(logs, KINDS[0])[0, -1] == pytest.approx(0.0625)
+    assert (
+        _compute_listed_probs(logs, Kind(name="k", share=1, top_k=4)) is None
+    )  # the list is too short
+    assert _compute_listed_probs(logs, KINDS[0])[0, -1] == pytest.approx(0.0625)
