@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.models.base import Context, RowBatch, Span, pack
-from forerun.models.runner.graphs.layers import Elementwise as TorchElementwise
-from forerun.models.runner.graphs.model import TorchModel, choose_working, torch_attention
+from forerun.models.runner.graphs.model import TorchModel
 from forerun.models.runner.graphs.programs import GraphRecorder, disagreement
 from forerun.models.runner.graphs.rectangle import (
     Inputs,
@@ -239,22 +238,6 @@ def test_tied_parameters_are_one_tensor_and_counted_once():
     assert ends.head is ends.embedding
     per_layer = 16 * (16 + 8 + 8) + 16 * 16 + 3 * 16 * 24 + 2 * 16
     assert ours.num_parameters == VOCAB_SIZE * 16 + 2 * per_layer + 16
-
-
-def test_kernels_that_do_not_work_are_replaced_and_said(caplog):
-    class Elementwise(TorchElementwise):
-        def add_norm(self, residual, update, weight, eps):
-            raise RuntimeError("no C compiler")
-
-    cpu = torch.device("cpu")
-    attend_rows, elementwise = choose_working(lambda: (torch_attention, Elementwise()), cpu)
-    assert attend_rows is torch_attention
-    assert type(elementwise) is TorchElementwise
-    (message,) = caplog.messages
-    assert "RuntimeError: no C compiler" in message
-    working = torch_attention, TorchElementwise()
-    assert choose_working(lambda: working, cpu) == working
-    assert len(caplog.messages) == 1
 
 
 class Crossings(TorchDispatchMode):

@@ -17,8 +17,6 @@ from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.runner.graphs.layers import (
-    Attend,
-    Elementwise,
     Pass,
     Rotation,
     Weights,
@@ -27,7 +25,14 @@ from forerun.models.runner.graphs.layers import (
     logits_of,
     split_heads,
 )
-from forerun.models.runner.graphs.rectangle import Inputs, PassShape, Rows, ShapeLimits, shape_of
+from forerun.models.runner.graphs.rectangle import (
+    Inputs,
+    PassShape,
+    Rows,
+    ShapeLimits,
+    attend_rectangle,
+    shape_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,15 +67,10 @@ def run_ragged(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> M
             rotation=compute_rotation(decoder, batch.positions),
             plan=plan_pass(batch.spans, store, groups),
         ),
-        elementwise=Elementwise(),
         feature_layers=batch.feature_layers,
         features=features,
     )
     return ModelOutput(logits=logits_of(weights, rows), features=features)
-
-
-AttendRows = Callable[[Decoder, ContiguousKVStore, Rows], Attend]
-"""Attention over a rectangle; called anew in every pass, inside the recording."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,8 +79,6 @@ class RectanglePass:
 
     weights: Weights
     store: ContiguousKVStore
-    attend_rows: AttendRows
-    elementwise: Elementwise
 
     def logits(
         self,
@@ -89,14 +87,12 @@ class RectanglePass:
         wanted: Int64[Tensor, " wanted"],
         features: Tensor | None = None,
     ) -> Float[Tensor, "wanted vocab"]:
-        attend = self.attend_rows(self.weights.decoder, self.store, rows)
         return logits_of(
             self.weights,
             Pass(
                 tokens=tokens,
                 wanted=wanted,
-                attend=attend,
-                elementwise=self.elementwise,
+                attend=attend_rectangle(self.weights.decoder, self.store, rows),
                 feature_layers=rows.bucket.feature_layers,
                 features=features,
             ),
