@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,6 @@ from forerun.models.runner.graphs.programs import (
     CudaRecorder,
     GraphRecorder,
     Programs,
-    RectanglePass,
     run_ragged,
 )
 from forerun.models.runner.graphs.rectangle import ShapeLimits
@@ -69,18 +67,6 @@ class TorchModel(StoredModel):
     def head(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         return F.linear(hidden, self.weights.ends.head)
 
-    @torch.inference_mode()
-    def greedy_chain(
-        self, batch: RowBatch, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Continue every sequence with its most likely tokens, recorded chains in one launch."""
-        if self.programs is not None:
-            self._claim(batch, num_tokens - 1)
-            chain = self.programs.greedy_chain(batch, num_tokens, vocab_size)
-            if chain is not None:
-                return chain
-        return super().greedy_chain(batch, num_tokens, vocab_size)
-
     def first_layers(self, num_layers: int) -> TorchModel:
         """Return the model cut after its first layers; it shares weights and store, not graphs."""
         weights = replace(self.weights, layers=self.weights.layers[:num_layers])
@@ -111,13 +97,7 @@ def _build_programs(
     weights: Weights, store: ContiguousKVStore, recorder: GraphRecorder
 ) -> Programs:
     geometry = store.geometry
-    passes = RectanglePass(weights=weights, store=store)
     limits = ShapeLimits(
         num_sequences=geometry.num_slots, num_keys=geometry.capacity + geometry.max_staged_rows
     )
-    return Programs(
-        passes=passes,
-        recorder=recorder,
-        limits=limits,
-        unrecorded=partial(run_ragged, weights, store),
-    )
+    return Programs(weights=weights, store=store, recorder=recorder, limits=limits)

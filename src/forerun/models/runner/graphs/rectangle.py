@@ -57,7 +57,7 @@ class Inputs:
         self._table = torch.zeros(size, dtype=torch.int64, device=device)
         rows, sequences = self._table.tensor_split((per_row * num_padded,))
         self._place, self._source, index, visible = rows.view(per_row, num_padded)
-        slot, start, end, self.original = sequences.view(per_sequence, num_sequences)
+        slot, start, end = sequences.view(per_sequence, num_sequences)
         self.tokens = torch.zeros(num_padded, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self.tokens)
         self.wanted = torch.zeros(bucket.num_wanted, dtype=torch.int64, device=device)
@@ -102,7 +102,7 @@ MIN_KEYS, KEY_GROWTH = 512, 4
 
 # Columns of the table with one entry per row, then those with one entry per sequence.
 ROW_FIELDS = ("place", "source", "index", "visible")
-SEQUENCE_FIELDS = ("slot", "start", "end", "original")
+SEQUENCE_FIELDS = ("slot", "start", "end")
 NUM_FIELDS = (len(ROW_FIELDS), len(SEQUENCE_FIELDS))
 
 
@@ -138,13 +138,8 @@ class PassShape:
     feature_layers: tuple[int, ...] = ()
 
 
-def shape_of(
-    spans: Sequence[Span], num_wanted: int, limits: ShapeLimits, num_later: int = 0
-) -> PassShape | None:
-    """Return the smallest shape that holds a pass, or None if none does.
-
-    `num_later` further rows per sequence will follow in the same recording.
-    """
+def shape_of(spans: Sequence[Span], num_wanted: int, limits: ShapeLimits) -> PassShape | None:
+    """Return the smallest shape that holds a pass, or None if none does."""
     longest = max(span.num_rows for span in spans)
     if longest > MAX_ROWS:
         return None
@@ -155,7 +150,7 @@ def shape_of(
     num_free = max(limits.num_free_rows, 2 * sum(span.num_rows for span in spans))
     if num_padded > min(limits.num_rows, num_free):
         return None
-    furthest = max(span.start + span.num_rows for span in spans) + num_later
+    furthest = max(span.start + span.num_rows for span in spans)
     return PassShape(
         num_sequences=num_sequences,
         num_rows=num_rows,
@@ -178,8 +173,7 @@ def table_of(spans: Sequence[Span], bucket: PassShape) -> list[int]:
     Columns with an entry per row of the rectangle: `place`, the rectangle's row of each packed row;
     `source`, the packed row of each of the rectangle's; `index`, where in its slot it is written;
     `visible`, bit j set if it sees the row written at its sequence's start + j. Columns with an
-    entry per sequence: `slot`; `start`, the first index written; `end`, the index after the last;
-    `original`, the sequence of which this one is a copy (itself unless it is padding).
+    entry per sequence: `slot`; `start`, the first index written; `end`, the index after the last.
     """
     firsts = [0, *accumulate(span.num_rows for span in spans)]
     num_rows = bucket.num_rows
@@ -203,7 +197,7 @@ def table_of(spans: Sequence[Span], bucket: PassShape) -> list[int]:
     slots = [spans[original].slot for original in originals]
     starts = [spans[original].start for original in originals]
     ends = [spans[original].start + spans[original].num_rows for original in originals]
-    return [*place, *source, *index, *visible, *slots, *starts, *ends, *originals]
+    return [*place, *source, *index, *visible, *slots, *starts, *ends]
 
 
 def pack_visible(span: Span) -> list[int]:
