@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.models.base import Context, RowBatch, Span, pack
 from forerun.models.runner.graphs.model import TorchModel
-from forerun.models.runner.graphs.programs import GraphRecorder, disagreement, rectangle_logits
+from forerun.models.runner.graphs.programs import GraphRecorder, disagreement, run_rectangle
 from forerun.models.runner.graphs.rectangle import (
     Inputs,
     PassShape,
@@ -264,7 +264,7 @@ def test_nothing_in_a_recording_leaves_the_device(num_rows):
     bucket = PassShape(num_sequences=2, num_rows=num_rows, num_wanted=2, num_keys=192)
     inputs = Inputs(bucket, ours.device)
     with Crossings("meta") as crossings:
-        logits = rectangle_logits(ours.weights, ours.store, inputs)
+        logits = run_rectangle(ours.weights, ours.store, inputs)
     assert not crossings.found
     assert logits.shape == (2, VOCAB_SIZE)
 

@@ -73,7 +73,7 @@ def run_ragged(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> M
     return ModelOutput(logits=logits_of(weights, rows), features=features)
 
 
-def rectangle_logits(
+def run_rectangle(
     weights: Weights, store: ContiguousKVStore, inputs: Inputs
 ) -> Float[Tensor, "wanted vocab"]:
     """Run a padded pass, which launches the same operations whatever its buffers hold."""
@@ -209,7 +209,7 @@ class Programs:
         # Recording runs the pass, so the buffers must hold a valid one; what it writes to the store
         # is written again when the recording is played.
         inputs.fill(batch)
-        play = self.recorder.record(partial(rectangle_logits, self.weights, self.store, inputs))
+        play = self.recorder.record(partial(run_rectangle, self.weights, self.store, inputs))
         program = Program(inputs=inputs, play=play)
         duration_s = time.perf_counter() - started_s
         if self._programs:

@@ -99,6 +99,9 @@ ROW_STEPS = (*range(1, 9), *range(12, 33, 4), 40, 48, 56, MAX_ROWS)
 # Fewest keys of a bucket, and how many times more the next has: a growing context is recorded anew
 # only now and then.
 MIN_KEYS, KEY_GROWTH = 512, 4
+# Most rows of a bucket, padding included. Up to so many free rows padding costs less than a launch;
+# beyond, matrices are bound by arithmetic, and at most half of the rows may be padding.
+MAX_PADDED_ROWS, FREE_ROWS = 1024, 256
 
 # Columns of the table with one entry per row, then those with one entry per sequence.
 ROW_FIELDS = ("place", "source", "index", "visible")
@@ -108,18 +111,10 @@ NUM_FIELDS = (len(ROW_FIELDS), len(SEQUENCE_FIELDS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeLimits:
-    """Limits on the shapes of passes that are recorded.
-
-    Attributes:
-        num_rows: rows of all sequences, padding included.
-        num_free_rows: up to so many, padding costs less than launching; beyond, matrices are bound
-            by arithmetic, and at most half of the rows may be padding.
-    """
+    """Limits on the shapes of passes that are recorded."""
 
     num_sequences: int
     num_keys: int
-    num_rows: int = 1024
-    num_free_rows: int = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +142,8 @@ def shape_of(spans: Sequence[Span], num_wanted: int, limits: ShapeLimits) -> Pas
     num_sequences = min(limits.num_sequences, -(-len(spans) // step) * step)
     num_rows = next(step for step in ROW_STEPS if step >= longest)
     num_padded = num_sequences * num_rows
-    num_free = max(limits.num_free_rows, 2 * sum(span.num_rows for span in spans))
-    if num_padded > min(limits.num_rows, num_free):
+    num_free = max(FREE_ROWS, 2 * sum(span.num_rows for span in spans))
+    if num_padded > min(MAX_PADDED_ROWS, num_free):
         return None
     furthest = max(span.start + span.num_rows for span in spans)
     return PassShape(
