@@ -20,7 +20,6 @@ from forerun.engine.results import (
     StreamChunk,
 )
 from forerun.errors import InvalidRequest, ServerUnavailable
-from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
@@ -138,9 +137,8 @@ class _Arriving:
 class HttpBackend:
     """Generates text on a server, with the `Backend` interface that `Engine` has too.
 
-    Token ids are those of the server where it returns them (vLLM, forerun), and otherwise those
-    that the tokenizer makes of the text. One sample per prompt is asked for, without
-    log-probabilities.
+    Token ids are those of the server where it returns them (vLLM, forerun); others only count
+    them. One sample per prompt is asked for, without log-probabilities.
 
     Example:
         with HttpBackend("http://localhost:8000/v1") as backend:
@@ -149,7 +147,6 @@ class HttpBackend:
     Args:
         server: address of the API, or all settings of the client.
         model: name of the model on the server; None takes the first one it lists.
-        tokenizer: of the model, for servers that return no token ids.
         extra: further fields of every request, such as {"speculation": "off"}.
         transport: carries the requests, for tests; None takes the network.
 
@@ -163,14 +160,12 @@ class HttpBackend:
         server: str | ClientConfig,
         model: str | None = None,
         *,
-        tokenizer: Tokenizer | None = None,
         extra: Mapping[str, object] | None = None,
         transport: Transport | None = None,
     ) -> None:
         config = ClientConfig(url=server) if isinstance(server, str) else server
         config = config if model is None else replace(config, model=model)
         self.client = Client(config, transport)
-        self.tokenizer = tokenizer
         self.extra = dict(extra or {})
         try:
             card = self.client.find_model()
@@ -242,16 +237,9 @@ class HttpBackend:
         request_id, arriving = self._new_id(), _Arriving()
         for _ in self._chunks(request_id, arriving, prompt, params):
             pass
-        prompt_ids = () if isinstance(prompt, str) else tuple(prompt)
-        if self.tokenizer is not None:
-            if isinstance(prompt, str):
-                prompt_ids = tuple(self.tokenizer.encode(prompt))
-            if not arriving.token_ids:
-                ids = self.tokenizer.encode(arriving.text, add_special_tokens=False)
-                arriving.token_ids = ids
         return RequestOutput(
             request_id=request_id,
-            prompt_token_ids=prompt_ids,
+            prompt_token_ids=() if isinstance(prompt, str) else tuple(prompt),
             completions=(arriving.completion(),),
         )
 
