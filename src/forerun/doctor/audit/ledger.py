@@ -17,6 +17,8 @@ from forerun.doctor.audit.readings import ExpectedRows, TokenReading, read_sampl
 from forerun.doctor.audit.records import Arm, AuditAnswer, Question
 from forerun.doctor.audit.reference import Reference
 
+FEW, SIGMAS = 30, 3.0
+"""Least values whose mean is judged, and standard errors from which on it is clear of another."""
 _SHARES = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3])[:, None]
 """Stakes that are bet in parallel, as shares of the largest one that cannot lose everything."""
 
@@ -47,7 +49,12 @@ class Moments:
     @property
     def error(self) -> float:
         """Standard error of the mean; the last term is for rates of 0 or 1 in the sample."""
-        return self.spread / math.sqrt(self.num) + 1.0 / (2 * self.num)
+        return self.spread / math.sqrt(self.num) + 1.0 / (2 * self.num) if self.num else math.inf
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the mean of enough values is not zero, beyond chance."""
+        return self.num >= FEW and abs(self.mean) > SIGMAS * self.spread / math.sqrt(self.num)
 
 
 class Bet:
@@ -145,16 +152,6 @@ class Deviation:
     low: float
     high: float
     log_e: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceDeviation:
-    """Deviation of one direction at one place, with its standard error."""
-
-    place: int
-    num_tokens: int
-    mean: float
-    error: float
 
 
 @dataclass(slots=True)
@@ -328,27 +325,19 @@ class Ledger:
 
     def by_place(
         self, group: str, direction: str, *, in_step: bool, most: int = 16
-    ) -> list[PlaceDeviation]:
+    ) -> dict[int, Moments]:
         """Return the deviation by position in the answer, or by position within a step's tokens."""
-        parts: dict[int, list[float]] = defaultdict(list)
+        found: defaultdict[int, Moments] = defaultdict(Moments)
         for reading in self.arms["served"].readings:
             members = dict(reading.members()).get(group)
             if direction not in reading.values or members is None:
                 continue
             values, expected = reading.values[direction]
-            places = (reading.offsets if in_step else reading.indices)[members]
-            for place, moved in zip(places.tolist(), (values - expected)[members], strict=True):
-                if place < most and moved == moved:
-                    parts[place].append(moved)
-        return [
-            PlaceDeviation(
-                place=place,
-                num_tokens=len(moved),
-                mean=float(np.mean(moved)),
-                error=float(np.std(moved)) / max(1.0, len(moved)) ** 0.5,
-            )
-            for place, moved in sorted(parts.items())
-        ]
+            places, moved = reading.offsets if in_step else reading.indices, values - expected
+            members = members & (places < most) & ~np.isnan(moved)
+            for place in np.unique(places[members]).tolist():
+                found[place].add(moved[members & (places == place)])
+        return dict(sorted(found.items()))
 
     def likelihoods(self, group: str) -> dict[str, float]:
         """Return how much likelier the served text is under every alternative, as logarithms.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import log, sqrt
+from math import log
 
 from forerun.doctor.audit.alternatives import FAMILIES
-from forerun.doctor.audit.ledger import EVERYTHING, Deviation, Ledger, Moments
+from forerun.doctor.audit.ledger import EVERYTHING, FEW, Deviation, Ledger, Moments
 
 _FAVOURED = log(100.0)
 """Log-likelihood ratio from which a text supports an alternative, and one prevails over another."""
 _STRONG_LOG_E = log(2000.0)
 """Of one bet among hundreds: a smaller one is seen somewhere by chance."""
-_SIGMAS, _FEW = 3.0, 30
 _COPIED_SHARE = 0.3
 """Least share of tokens, beyond chance, that repeat an earlier answer if its noise was reused."""
 _THRESHOLD_SHARE = 0.01
@@ -108,13 +107,7 @@ def _is_only_in(ledger: Ledger, strong: list[Deviation], group: str) -> bool:
         total=everywhere.total - here.total,
         squares=everywhere.squares - here.squares,
     )
-    return _is_clear(here) and elsewhere.num >= _FEW and not _is_clear(elsewhere)
-
-
-def _is_clear(moved: Moments) -> bool:
-    if moved.num < _FEW:
-        return False
-    return abs(moved.mean) > _SIGMAS * moved.spread / sqrt(moved.num)
+    return here.is_clear and elsewhere.num >= FEW and not elsewhere.is_clear
 
 
 def _likeliest(found: Mapping[str, float]) -> str:
