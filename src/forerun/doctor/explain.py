@@ -354,7 +354,6 @@ class ExplainedRequest:
     """Records of one request."""
 
     request_id: str
-    request: RequestRecord | None
     steps: tuple[StepRecord, ...]
 
     @property
@@ -381,24 +380,20 @@ def explain_request(items: Iterable[Item], request_id: str | None = None) -> Exp
     """
     steps: list[StepRecord] = []
     known: dict[str, None] = {}  # the first few, for the message
-    request: RequestRecord | None = None
     for item in items:
         if not isinstance(item, StepRecord | RequestRecord):
             continue
         if len(known) < MOST_NAMED:
             known[printable(item.request_id, max_length=80)] = None
         request_id = request_id or item.request_id
-        if item.request_id == request_id:
-            if isinstance(item, StepRecord):
-                steps.append(item)
-            else:
-                request = item
+        if item.request_id == request_id and isinstance(item, StepRecord):
+            steps.append(item)
     if not steps:
         there = ", ".join(known) or "none"
         wanted = "any request" if request_id is None else f"request {request_id!r:.80}"
         raise InvalidTrace(f"the trace has no steps of {wanted}; there are: {there}")
     steps.sort(key=lambda step: (step.cycle_id, step.step))
-    return ExplainedRequest(request_id=str(request_id), request=request, steps=tuple(steps))
+    return ExplainedRequest(request_id=str(request_id), steps=tuple(steps))
 
 
 def step_in_words(step: StepRecord, decode: Decode | None = None) -> list[str]:

@@ -529,29 +529,18 @@ def _probe_costs(evidence: Evidence, probed: ProbedEngine, config: EvidenceConfi
 logger = logging.getLogger("forerun.doctor.probe")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairNames:
-    """Names of the models to load, in the form that `Engine.load` accepts."""
-
-    target: str
-    draft: str
-
-    @property
-    def folders(self) -> tuple[Path | None, Path | None]:
-        draft = None if parse_drafter(self.draft) else ModelFiles.find(self.draft).folder
-        return ModelFiles.find(self.target).folder, draft
-
-
-def load_probed(names: PairNames, config: EngineConfig) -> ProbedEngine:
+def load_probed(target: str, draft: str, config: EngineConfig) -> ProbedEngine:
     """Load target and draft, and the target once more as its own draft if memory suffices."""
-    engine = Engine.load(names.target, names.draft, config=config)
+    engine = Engine.load(target, draft, config=config)
     itself: Engine | None = None
     try:
-        copy, _ = load_pair_member(names.target, dtype="auto", device="auto", config=config)
+        copy, _ = load_pair_member(target, dtype="auto", device="auto", config=config)
         itself = engine.with_draft(DraftModel(copy, engine.target.vocab_size))
     except NotEnoughMemory as error:
         logger.warning("the target drafts for itself with its own KV only: %s", error)
-    target, draft = names.folders
     return ProbedEngine(
-        engine=engine, self_drafting=itself, target_folder=target, draft_folder=draft
+        engine=engine,
+        self_drafting=itself,
+        target_folder=ModelFiles.find(target).folder,
+        draft_folder=None if parse_drafter(draft) else ModelFiles.find(draft).folder,
     )
