@@ -113,24 +113,12 @@ def _log_mean_exp(logs: Float[ndarray, " n"]) -> float:
 
 _WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Shares of the tokens that a fault may concern; the likeliest counts."""
-ONE_SIDED = frozenset(
-    {
-        "copied",
-        "excluded",
-        "not_best",
-        "grammar",
-        "repeats",
-        "draft",
-        "ending",
-        "text",
-        "excluded_by_far",
-    }
-)
+PER_ANSWER = frozenset({"copied", "grammar", "ending", "text"})
+"""Directions that compare an answer, and bound no distribution of a token."""
+ONE_SIDED = PER_ANSWER | {"excluded", "excluded_by_far", "not_best", "repeats", "draft"}
 """Directions that a fault moves up; the others may move either way."""
 _TOLERANCES = {"excluded": 0.05, "excluded_by_far": 0.02, "grammar": 0.005, "text": 5.0}
 """Of directions that rounding moves less, or more, as shares of the tolerance."""
-_PER_ANSWER = frozenset({"copied", "grammar", "ending", "text"})
-"""Directions that compare an answer, and bound no distribution of a token."""
 EVERYTHING = "all"
 _SLOTS = 32
 """Bets of one group, of which some may never be made: directions, up and down."""
@@ -319,7 +307,7 @@ class Ledger:
         found: dict[str, float] = {}
         for item in self.deviations("served"):
             is_known = 2 * item.num_tokens > self.arms["served"].num_tokens[item.group]
-            if item.direction not in _PER_ANSWER and (is_known or item.direction != "ends"):
+            if item.direction not in PER_ANSWER and (is_known or item.direction != "ends"):
                 found[item.group] = max(found.get(item.group, 0.0), -item.low, item.high)
         return found
 

@@ -13,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from forerun.doctor.audit.config import ROUNDS
 from forerun.doctor.audit.ledger import (
     EVERYTHING,
+    PER_ANSWER,
     SIGMAS,
     Deviation,
     Moments,
@@ -61,7 +62,6 @@ _FEW_TOKENS, _FEW_OF_GROUP, _FEW_ANSWERS = 500, 100, 5
 _LEAST_DRAFTED, _LEAST_SHARE = 30, 0.02
 """Draft tokens that must be verified, and their share of the output, to judge speculation."""
 _BY_ANSWER = ("kind grammar", "kind stopped")
-FORMS = frozenset({"grammar", "ending", "text"})
 _GROUPS = {
     "all": "all requests",
     "clients 1": "requests with one client",
@@ -243,7 +243,9 @@ def _with_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...])
         *_control_words(audit, first),
         _speculation_in_words(audit),
     )
-    share = 0.0 if first.direction in FORMS else audit.share_without_ids(first.group)
+    share = (
+        0.0 if first.direction in PER_ANSWER - {"copied"} else audit.share_without_ids(first.group)
+    )
     problem = None
     if cause == "denied":
         problem = _DENIED

@@ -1,6 +1,6 @@
 """Collects evidence for `forerun diagnose` by running an engine: `probe_engine`.
 
-    probe_engine(probed, prompts, params=None, config=EvidenceConfig(), notify=silent) -> Evidence
+    probe_engine(probed, prompts, params=None, config=EvidenceConfig()) -> Evidence
 
 takes a live engine, a broken one too, and only observes it; `QUICK` is the configuration for
 hundreds of engines in one process.
@@ -344,16 +344,12 @@ class ProbedEngine:
         return self.draft_model
 
 
-def silent(what: str, share: float) -> None:
-    """Ignore a progress report."""
-
-
 def probe_engine(
     probed: ProbedEngine,
     prompts: Sequence[Prompt],
     params: SamplingParams | None = None,
     config: EvidenceConfig | None = None,
-    notify: Notify = silent,
+    notify: Notify = lambda what, share: None,
 ) -> Evidence:
     """Collect all evidence that can be measured with the loaded target and draft.
 
