@@ -723,7 +723,8 @@ def list_basis(evidence: Evidence) -> list[str]:
     if is_switched_off(evidence):
         found.append("steps that the controller planned without a draft")
     if evidence.checks:
-        found.append(f"{len(evidence.checks)} checks at a common error level of {ERROR_LEVEL:.1%}")
+        checks = f"{len(evidence.checks)} check{'s' * (len(evidence.checks) > 1)}"
+        found.append(f"{checks} at a common error level of {ERROR_LEVEL:.1%}")
     return found
 
 

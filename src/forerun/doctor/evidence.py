@@ -35,6 +35,7 @@ class FactKind:
         who: who knows it most often: a user, an operator with logs, or a developer.
         ask: the question about it in plain words; "" where it is not asked about.
         numbers: figures that are asked for beside it.
+        whole: whether a number is a count of something that has no parts.
     """
 
     name: str
@@ -47,6 +48,7 @@ class FactKind:
     who: Literal["user", "operator", "developer"] = "developer"
     ask: str = ""
     numbers: tuple[str, ...] = ()
+    whole: bool = False
 
 
 GROUPS: Mapping[str, tuple[FactKind, ...]] = {
@@ -251,7 +253,14 @@ class Evidence:
         self.series = other.series | self.series
 
     def check_counts(self) -> None:
-        """Refuse counts that cannot be of one run."""
+        """Refuse figures that cannot be of one run."""
+        tau, k = self.number("acceptance_length"), self.number("k")
+        if tau is not None and k is not None and not alike(max(tau, k + 1), k + 1):
+            sources = " and ".join(self.facts[name].source for name in ("acceptance_length", "k"))
+            raise InvalidRequest(
+                f"acceptance_length is {tau:g} at k {k:g} ({sources}): a step emits at most K + 1 "
+                "tokens; give both figures of one run"
+            )
         accepted, drafted = self.number("num_accepted"), self.number("num_drafted")
         if accepted is not None and drafted is not None and accepted > drafted:
             source = self.facts["num_accepted"].source
@@ -353,6 +362,8 @@ def checked_number(name: str, value: object) -> float:
     except (OverflowError, TypeError, ValueError):
         found = math.nan
     high = MAX_NUMBER if kind.high is None else kind.high
+    if kind.whole and kind.low <= found <= high and found % 1.0:
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number")
     if not kind.low <= found <= high:  # NaN is not
         raise ValueError(
             f"{name} is {shown(value)}; it must be a number from {kind.low:g} to {high:g}"

@@ -48,6 +48,7 @@ from forerun.theory.figures import (
 from forerun.theory.intervals import Interval, normal_interval, student_tail, wilson_interval
 from forerun.theory.record import RequestRecord, TraceHeader
 from forerun.trace.change_points import find_fall
+from forerun.trace.columns import Mask
 
 MIN_PAIRS = 50
 """Pairs of steps of a request from which changes of K are told; probes change it in short runs."""
