@@ -70,7 +70,7 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
     speedup = diagnosis.evidence.number("speedup") if states_speedup else None
     rate = "" if speedup is None else f" Decoding runs at {speedup:.2f}x the plain rate."
     if diagnosis.verdict == "inconclusive":
-        return f"Inconclusive: {_open_words(diagnosis)}{rate}"
+        return f"Inconclusive: {_open_words(diagnosis, states_speedup)}{rate}"
     changed = "".join(f" {printable(c[:1].upper() + c[1:])}." for c in diagnosis.evidence.changes)
     if diagnosis.verdict == "problem":
         return f"Problem: {_problem_words(diagnosis)}{changed}{rate}"
@@ -80,8 +80,8 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
     return f"Healthy{known}: no fault in {figures}.{rate}"
 
 
-def _open_words(diagnosis: Diagnosis) -> str:
-    """Return why there is no verdict, and what would give one."""
+def _open_words(diagnosis: Diagnosis, has_sections: bool) -> str:
+    """Return why there is no verdict, and what would give one; a page shows no test below."""
     if diagnosis.evidence.conflicts:
         return f"the evidence contradicts itself: {diagnosis.evidence.conflicts[0]}."
     unread = [part for reading in diagnosis.evidence.readings for part in reading.unread]
@@ -94,7 +94,9 @@ def _open_words(diagnosis: Diagnosis) -> str:
     else:
         why = "too little is known for a verdict."
     test = diagnosis.next_test
-    return f"{why} What would decide it: {test.name} (below)." if test is not None else why
+    if test is None:
+        return why
+    return f"{why} What would decide it: {test.name} ({'below' if has_sections else test.how})."
 
 
 def _problem_words(diagnosis: Diagnosis) -> str:
