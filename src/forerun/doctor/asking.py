@@ -139,7 +139,10 @@ def with_answers(evidence: Evidence, answers: Mapping[str, Answer]) -> Evidence:
         if answer is not None:
             known.facts.pop(name, None)
             known.supposed.pop(name, None)
-    return merge(found, known)
+    together = merge(found, known)
+    if {"acceptance_length", "k"} & found.facts.keys():
+        together.check_counts()
+    return together
 
 
 def next_question(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from typing import Literal
@@ -25,6 +25,7 @@ from forerun.doctor.attribution import (
 from forerun.doctor.evidence import (
     ERROR_LEVEL,
     FACTS,
+    SLOWER,
     Evidence,
     Fact,
     Value,
@@ -135,13 +136,34 @@ def _add_not_drafted(evidence: Evidence) -> None:
         evidence.note("drafts_absent", False, "acceptance was measured")
 
 
+def _add_draft_share(evidence: Evidence) -> None:
+    """Add whether drafting takes much of a step, and so much that the step cannot pay.
+
+    The rest of a step, a pass over more rows, takes no less than a plain one: so at a share s of
+    drafting, kappa is at least 1 / (1 - s).
+    """
+    cycle, draft = evidence.number("cycle_s"), evidence.number("draft_s")
+    if not cycle or draft is None or not draft <= cycle:
+        return
+    share, tau = draft / cycle, evidence.number("acceptance_length")
+    evidence.note("draft_share", share, "drafting / step time")
+    if "draft_share_high" not in evidence:
+        evidence.note("draft_share_high", share > 0.4, f"{share:.0%} of a step")
+    if not tau or "speedup" in evidence or "slower_than_plain" in evidence:
+        return
+    steps, drafts = evidence.number("num_steps"), evidence.number("num_drafts")
+    plain = max(0.0, steps - drafts) / drafts if steps and drafts else 0.0
+    gain = (tau + plain) / (1.0 / max(1e-9, 1.0 - share) + plain)
+    if gain <= SLOWER:
+        words = f"drafting takes {share:.0%} of a step: at most {gain:.2f} times as fast"
+        evidence.note("slower_than_plain", True, words)
+
+
 def _add_comparisons(evidence: Evidence) -> None:
     plain, idle = evidence.number("tokens_per_s_plain"), evidence.number("tokens_per_s_k0")
     if plain and idle and "slow_without_drafts" not in evidence:
         evidence.note("slow_without_drafts", idle < 0.97 * plain, f"{idle:.3g} of {plain:.3g}/s")
-    cycle, draft = evidence.number("cycle_s"), evidence.number("draft_s")
-    if cycle and draft is not None and "draft_share_high" not in evidence:
-        evidence.note("draft_share_high", draft / cycle > 0.4, f"{draft / cycle:.0%} of a step")
+    _add_draft_share(evidence)
     sizes = evidence.number("target_vocab_size"), evidence.number("draft_vocab_size")
     if sizes[0] and sizes[1] and "vocabularies_differ" not in evidence:
         # Padding to a multiple moves sizes by a few percent; maps that differ, by more.
@@ -368,10 +390,19 @@ class Cause:
     remedies: tuple[Remedy, ...]
 
 
-CAUSES: Mapping[str, Cause] = {
-    cause.label: cause
-    for cause in msgspec.convert(load_table("causes")["cause"], tuple[Cause, ...])
-}
+SYMPTOM = -3.5
+"""Weight against health of an observation that a healthy run does not have."""
+
+
+def _load_causes() -> Iterator[Cause]:
+    table = load_table("causes")
+    families = msgspec.convert(table["families"], dict[str, tuple[Sign, ...]])
+    families["health"] = tuple(Sign(fact=name, yes=SYMPTOM) for name in table["symptoms"])
+    for cause in msgspec.convert(table["cause"], tuple[Cause, ...]):
+        yield replace(cause, signs=cause.signs + families.get(cause.family, ()))
+
+
+CAUSES: Mapping[str, Cause] = {cause.label: cause for cause in _load_causes()}
 """Every cause by its label, in the order of the documentation."""
 
 
@@ -692,15 +723,23 @@ def list_basis(evidence: Evidence) -> list[str]:
     if is_switched_off(evidence):
         found.append("steps that the controller planned without a draft")
     if evidence.checks:
-        found.append(f"{len(evidence.checks)} checks at a common error level of {ERROR_LEVEL:.1%}")
+        checks = f"{len(evidence.checks)} check{'s' * (len(evidence.checks) > 1)}"
+        found.append(f"{checks} at a common error level of {ERROR_LEVEL:.1%}")
     return found
 
 
 NAMED = 0.4
 """Score from which on a problem is named. In the first runs over held-out complaints (sets 4 to 10)
 the first cause was right in 30 of 45 at or above it (0.67, 95% 0.52 to 0.79), in 21 of 52 below."""
-CONCLUSIVE = ("acceptance_zero", "slower_than_plain")
-"""Observations that are a problem whatever their cause."""
+CONCLUSIVE = {
+    "acceptance_zero": "Almost nothing that is drafted is accepted, so that no K pays ({}).",
+    "acceptance_below_expected": "Less is accepted than the verifier's probabilities give ({}).",
+    "acceptance_fell_in_run": "Acceptance fell during the run.",
+    "requests_accept_nothing": "Some requests accept nothing ({}).",
+    "later_positions_rejected": "After the first position hardly anything is accepted ({}).",
+    "slower_than_plain": "Decoding is slower than without speculation ({}).",
+}
+"""Observations that are a problem whatever their cause, in a sentence with the figures."""
 MIN_SCORE_OF_FEW = 0.6
 """The same where fewer than `MIN_DRAFTS` were counted."""
 MIN_TIMED_DRAFTS = 8
@@ -715,6 +754,8 @@ def verdict_of(scored: Sequence[ScoredCause], evidence: Evidence, given: Set[str
     Args:
         given: names of the facts that were read, not derived.
     """
+    if evidence.conflicts:
+        return "inconclusive"
     likeliest = _find_likeliest_fault(scored)
     drafts = evidence.number("num_drafts")
     is_timed = drafts is None or not 0 < drafts < MIN_TIMED_DRAFTS

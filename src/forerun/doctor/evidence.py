@@ -35,6 +35,7 @@ class FactKind:
         who: who knows it most often: a user, an operator with logs, or a developer.
         ask: the question about it in plain words; "" where it is not asked about.
         numbers: figures that are asked for beside it.
+        whole: whether a number is a count of something that has no parts.
     """
 
     name: str
@@ -47,6 +48,7 @@ class FactKind:
     who: Literal["user", "operator", "developer"] = "developer"
     ask: str = ""
     numbers: tuple[str, ...] = ()
+    whole: bool = False
 
 
 GROUPS: Mapping[str, tuple[FactKind, ...]] = {
@@ -188,6 +190,7 @@ class Evidence:
         notes: figures of impossible values, which were left out.
         checks: tests that were made, by the observation; an observation in doubt has no fact.
         changes: what changed during the run, with its time.
+        conflicts: what cannot all be true, so that nothing healthy follows from it.
         supposed: facts that words may mean, which are asked about and not used.
     """
 
@@ -198,6 +201,7 @@ class Evidence:
     notes: list[str] = field(default_factory=list)
     checks: dict[str, EvidenceCheck] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
     supposed: dict[str, Fact] = field(default_factory=dict)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
@@ -244,11 +248,19 @@ class Evidence:
         self.notes += other.notes
         self.checks = other.checks | self.checks
         self.changes += other.changes
+        self.conflicts += other.conflicts
         self.supposed = other.supposed | self.supposed
         self.series = other.series | self.series
 
     def check_counts(self) -> None:
-        """Refuse counts that cannot be of one run."""
+        """Refuse figures that cannot be of one run."""
+        tau, k = self.number("acceptance_length"), self.number("k")
+        if tau is not None and k is not None and not alike(max(tau, k + 1), k + 1):
+            sources = " and ".join(self.facts[name].source for name in ("acceptance_length", "k"))
+            raise InvalidRequest(
+                f"acceptance_length is {tau:g} at k {k:g} ({sources}): a step emits at most K + 1 "
+                "tokens; give both figures of one run"
+            )
         accepted, drafted = self.number("num_accepted"), self.number("num_drafted")
         if accepted is not None and drafted is not None and accepted > drafted:
             source = self.facts["num_accepted"].source
@@ -350,6 +362,8 @@ def checked_number(name: str, value: object) -> float:
     except (OverflowError, TypeError, ValueError):
         found = math.nan
     high = MAX_NUMBER if kind.high is None else kind.high
+    if kind.whole and kind.low <= found <= high and found % 1.0:
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number")
     if not kind.low <= found <= high:  # NaN is not
         raise ValueError(
             f"{name} is {shown(value)}; it must be a number from {kind.low:g} to {high:g}"
@@ -512,15 +526,21 @@ def _add_conditional(evidence: Evidence) -> None:
         ratios += [min(1.0, after / before) if before else 0.0 for before, after in pairwise(rates)]
         evidence.note(name, ratios, "beta over that of the position before")
     conditional = evidence.numbers(name)
-    reached = _count_reached(evidence, rates)
+    reached = _count_reached(evidence, rates) or [math.inf] * (len(conditional) - 1)
     later = [
-        value
-        for position, value in enumerate(conditional[1:], start=1)
-        if position < len(rates) + 1 and (not reached or reached[position - 1] >= MIN_REACHED)
+        (value, count)
+        for value, count in zip(conditional[1:], reached, strict=False)
+        if count >= MIN_REACHED
     ]
     if later and conditional[0] > MIN_RATE:
-        found = min(later) / conditional[0]
-        evidence.note("later_over_first", found, "lowest later conditional acceptance / the first")
+        value, count = min(later)
+        interval = None
+        if count < math.inf:
+            found = wilson_interval(round(value * count), round(count))
+            low, high = found.low / conditional[0], found.high / conditional[0]
+            interval = Interval(estimate=value / conditional[0], low=low, high=high)
+        words = "lowest later conditional acceptance / the first"
+        evidence.note("later_over_first", value / conditional[0], words, interval)
 
 
 def _count_reached(evidence: Evidence, rates: Sequence[float]) -> list[float]:
@@ -531,7 +551,7 @@ def _count_reached(evidence: Evidence, rates: Sequence[float]) -> list[float]:
     accepted = evidence.numbers("accepted_per_position")
     drafted = evidence.numbers("drafted_per_position")
     if accepted and len(accepted) == len(drafted):
-        return [*map(min, accepted, (*drafted[1:], accepted[-1]))]
+        return [*map(min, accepted, drafted[1:])]
     drafts = evidence.number("num_drafts")
     return [] if drafts is None else [rate * drafts for rate in rates]
 

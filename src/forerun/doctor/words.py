@@ -16,6 +16,7 @@ from forerun.doctor.diagnosis import (
     Change,
     Diagnosis,
     RankedCause,
+    ScoredCause,
     family_score,
     list_basis,
 )
@@ -28,6 +29,8 @@ MAX_CHANGES = 4
 MAX_NOTES = 8
 MIN_GAIN = 1.02
 """A change with a smaller predicted gain over the present speed is not listed."""
+DECISIVE = 3.0
+"""Weight of an observation that names a cause alone."""
 CLOSE = 0.5
 """Causes with more of the likeliest one's score than this are not told apart by it."""
 LEAST_SHOWN = (0.02, 0.2)
@@ -37,11 +40,6 @@ OF_FAMILY = {
     "alignment": "Too few draft tokens are accepted. Why is open: several causes fit alike.",
 }
 """The verdict where several causes of one family fit alike."""
-SEEN = {
-    "acceptance_zero": "Almost nothing that is drafted is accepted, so that no K pays ({}).",
-    "slower_than_plain": "Decoding is slower than without speculation ({}).",
-}
-"""What is a problem whatever its cause, with the figures that show it."""
 MAX_PARTS, MAX_PART = 3, 120
 """Parts of the input that were not understood: named at most, and characters of each."""
 WATERFALL = "Time per token, in plain steps"
@@ -72,7 +70,7 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
     speedup = diagnosis.evidence.number("speedup") if states_speedup else None
     rate = "" if speedup is None else f" Decoding runs at {speedup:.2f}x the plain rate."
     if diagnosis.verdict == "inconclusive":
-        return f"Inconclusive: {_open_words(diagnosis)}{rate}"
+        return f"Inconclusive: {_open_words(diagnosis, states_speedup)}{rate}"
     changed = "".join(f" {printable(c[:1].upper() + c[1:])}." for c in diagnosis.evidence.changes)
     if diagnosis.verdict == "problem":
         return f"Problem: {_problem_words(diagnosis)}{changed}{rate}"
@@ -82,8 +80,10 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
     return f"Healthy{known}: no fault in {figures}.{rate}"
 
 
-def _open_words(diagnosis: Diagnosis) -> str:
-    """Return why there is no verdict, and what would give one."""
+def _open_words(diagnosis: Diagnosis, has_sections: bool) -> str:
+    """Return why there is no verdict, and what would give one; a page shows no test below."""
+    if diagnosis.evidence.conflicts:
+        return f"the evidence contradicts itself: {diagnosis.evidence.conflicts[0]}."
     unread = [part for reading in diagnosis.evidence.readings for part in reading.unread]
     if unread:
         parts = "; ".join(f'"{printable(part[:MAX_PART])}"' for part in unread[:MAX_PARTS])
@@ -94,7 +94,9 @@ def _open_words(diagnosis: Diagnosis) -> str:
     else:
         why = "too little is known for a verdict."
     test = diagnosis.next_test
-    return f"{why} What would decide it: {test.name} (below)." if test is not None else why
+    if test is None:
+        return why
+    return f"{why} What would decide it: {test.name} ({'below' if has_sections else test.how})."
 
 
 def _problem_words(diagnosis: Diagnosis) -> str:
@@ -102,13 +104,18 @@ def _problem_words(diagnosis: Diagnosis) -> str:
     causes = [ranked.scored for ranked in diagnosis.causes]
     seen = next((name for name in CONCLUSIVE if diagnosis.evidence.flag(name)), "")
     # A cause that only what is seen speaks for says less than that.
-    if causes and causes[0].score >= NAMED and not (seen and len(causes[0].evidence_for) == 1):
+    if causes and causes[0].score >= NAMED and not (seen and _says_no_more(causes[0])):
         return causes[0].cause.what
     if causes and (not seen or family_score(causes) >= NAMED):
         return OF_FAMILY[causes[0].cause.family]
-    why = SEEN[seen].format(diagnosis.evidence.facts[seen].source)
+    why = CONCLUSIVE[seen].format(diagnosis.evidence.facts[seen].source)
     alike = [item.cause.label for item in causes if item.score > CLOSE * causes[0].score]
     return f"{why} Why is open{': ' * bool(alike)}{' or '.join(alike[:2])}."
+
+
+def _says_no_more(item: ScoredCause) -> bool:
+    first, *others = item.evidence_for
+    return not others and first.weight < DECISIVE
 
 
 def sections(diagnosis: Diagnosis) -> Iterator[Section]:

@@ -216,3 +216,15 @@ def test_unusable_answers_are_refused(tmp_path, capsys, text, message):
 def test_answers_without_ask_are_refused(tmp_path, capsys):
     assert main(["diagnose", "x", "--answers", str(tmp_path / "none.json")]) == 2
     assert "--ask" in capsys.readouterr().err
+
+
+def test_figures_that_no_run_has_are_refused():
+    with pytest.raises(InvalidRequest, match="acceptance_length is 9 at k 4"):
+        with_answers(evidence_of(k=4), {"acceptance_length": 9.0})
+    with pytest.raises(InvalidRequest, match=r"k is 0\.5; it must be a whole number"):
+        read_answer("k", 0.5)
+    with pytest.raises(InvalidRequest, match=r"alpha is 1\.3"):
+        read_answer("alpha", 1.3)
+    with pytest.raises(InvalidRequest, match="9 at k 4"):
+        evidence_of(k=4, acceptance_length=9).check_counts()
+    evidence_of(k=4, acceptance_length=5.01).check_counts()

@@ -379,3 +379,10 @@ def test_the_speed_of_a_run_is_that_of_all_its_steps():
     whole = (36 * 2.67 + 64) / 100
     assert found.evidence.number("speedup") == pytest.approx(whole)
     assert f"{whole:.2f}x the plain rate" in headline(found)
+
+
+def test_a_page_without_sections_says_how_to_make_the_test():
+    found = found_from(batch=1, temperature=0.7)
+    assert found.next_test is not None
+    assert headline(found).endswith(f"{found.next_test.name} (below).")
+    assert found.next_test.how in headline(found, states_speedup=False)

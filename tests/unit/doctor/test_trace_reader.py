@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -327,3 +328,87 @@ def test_reading_ends_where_nothing_can_be_read(tmp_path: Path, monkeypatch: pyt
     path.write_bytes(line_of(HEADER) + b'{"record":"step","cycle_id":"x"}\n' * 1000)
     (found,) = read_trace_evidence(path).readings
     assert found.num_unknown == 10 and "10 places that cannot be read" in found.notes[-1]
+
+
+def sound_run(num_requests: int = 12, steps: int = 60, **changes: object) -> list[Record]:
+    """Requests that take turns; a step accepts each token with a chance of .8, as is expected."""
+    records: list[Record] = [HEADER]
+    for index in range(num_requests * steps):
+        tokens = [finalise((4 * index + place) * INCREMENT) % 10 < 8 for place in range(4)]
+        accepted = (*tokens, False).index(False)
+        values = {"request_id": f"r{index % num_requests}", "step": index // num_requests}
+        values |= {"expected_accepted": 2.36, "cycle_id": index, "t_s": index / 50}
+        records.append(drafted(index, accepted, **(values | changes)))
+    return records
+
+
+def keep(most: int, records: Sequence[Record], where: Callable[[StepRecord], bool]) -> list[Record]:
+    """Accept at most so many tokens in some steps."""
+    found: list[Record] = []
+    for record in records:
+        if isinstance(record, StepRecord) and where(record):
+            accepted = min(most, record.num_accepted)
+            record = replace(record, num_accepted=accepted, num_emitted=accepted + 1)
+        found.append(record)
+    return found
+
+
+def unexpected(records: Sequence[Record]) -> list[Record]:
+    """The same run with expectations of what was accepted, as of a draft that is bad there."""
+    return [
+        replace(r, expected_accepted=float(r.num_accepted)) if isinstance(r, StepRecord) else r
+        for r in records
+    ]
+
+
+def number_of(step: StepRecord) -> int:
+    return int(step.request_id[1:])
+
+
+PLANTED = {
+    "later_positions_rejected": keep(1, sound_run(), lambda step: True),
+    "requests_accept_nothing": keep(0, sound_run(), lambda step: number_of(step) % 2 == 1),
+    "requests_accept_nothing of ten": keep(0, sound_run(), lambda step: number_of(step) == 5),
+    "acceptance_fell_in_run": keep(0, sound_run(), lambda step: step.t_s > 7.2),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_faults_of_a_part_of_the_drafts_are_problems(tmp_path: Path, name: str):
+    found = diagnose(read(tmp_path / "t.jsonl", unexpected(PLANTED[name])))
+    assert found.evidence.flag(name.split()[0]) is True
+    assert found.verdict == "problem"
+
+
+def test_a_sound_run_is_healthy(tmp_path: Path):
+    assert diagnose(read(tmp_path / "t.jsonl", sound_run())).verdict == "healthy"
+
+
+def test_a_fall_is_a_change_with_a_time(tmp_path: Path):
+    found = diagnose(read(tmp_path / "t.jsonl", unexpected(PLANTED["acceptance_fell_in_run"])))
+    said = re.search(r"Acceptance fell at .*, ([0-9.]+) s after the first draft", headline(found))
+    assert said is not None and abs(float(said[1]) - 7.2) < 0.5, "to within a slice of the run"
+
+
+def test_less_than_expected_is_the_verifiers_fault(tmp_path: Path):
+    less = keep(1, sound_run(), lambda step: step.cycle_id % 3 == 0)
+    found = diagnose(read(tmp_path / "t.jsonl", less))
+    assert found.evidence.flag("acceptance_below_expected") is True
+    assert found.verdict == "problem"
+    assert found.causes[0].scored.cause.label == "biased_accept_rule"
+    assert found.causes[0].scored.cause.what in headline(found)
+
+
+def test_drafting_that_takes_nearly_all_of_a_step_cannot_pay(tmp_path: Path):
+    found = diagnose(read(tmp_path / "t.jsonl", sound_run(draft_s=0.384)))
+    assert found.verdict == "problem"
+    assert found.causes[0].scored.cause.label == "draft_too_slow"
+
+
+def test_a_trace_that_contradicts_itself_is_not_healthy(tmp_path: Path):
+    records = [
+        replace(r, num_emitted=1) if isinstance(r, StepRecord) and r.cycle_id % 10 == 0 else r
+        for r in sound_run()
+    ]
+    found = diagnose(read(tmp_path / "t.jsonl", records))
+    assert found.verdict == "inconclusive" and "contradicts itself" in headline(found)

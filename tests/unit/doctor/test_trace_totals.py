@@ -163,7 +163,7 @@ def excess_of(accepted: list[int], expected: float, depth: int = 4) -> float:
         "depth_drafted": np.full(len(accepted), depth),
     }
     found.add(columns)
-    return found.value
+    return found.values[0]
 
 
 def test_an_excess_is_shown_and_luck_is_not():

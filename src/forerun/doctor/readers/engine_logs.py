@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forerun.doctor.evidence import ERROR_LEVEL, Evidence, EvidenceCheck, load_table
-from forerun.theory.intervals import student_tail
+from forerun.trace.change_points import find_fall
 
 MAX_POSITIONS = 64
 METHODS: Mapping[str, Mapping[str, str]] = load_table("engines")["methods"]
@@ -90,10 +89,6 @@ class LoggedInterval:
     drafted: float
     tally: Tally = field(default_factory=Tally)
 
-    @property
-    def rate(self) -> float:
-        return self.accepted / max(1.0, self.drafted)
-
     def include(self, other: LoggedInterval) -> None:
         self.last = other.last
         self.accepted += other.accepted
@@ -103,10 +98,6 @@ class LoggedInterval:
 
 MAX_INTERVALS = 1024
 """Most intervals of a series; of a longer one two neighbours are one."""
-LIKE_DRAFTS = 10.0
-"""Drafts of one text are alike, so that so many of them count as one in a comparison."""
-LEAST_FALL = 0.1
-"""Least difference of the accepted share that is a fall, and least share of what it was before."""
 CLOCK = re.compile(r"\b\d{2}:\d{2}:\d{2}\b")
 
 
@@ -130,54 +121,19 @@ class LoggedSeries:
 
     def close(self, tally: Tally) -> None:
         """Add the counts to a tally: all of them, or those after a fall and what was before."""
-        latest, cut = self.intervals, self._find_fall()
-        if cut:
-            before, latest = joined(self.intervals[:cut]), self.intervals[cut:]
-            now = joined(latest)
+        latest = self.intervals
+        fall = find_fall([each.accepted for each in latest], [each.drafted for each in latest])
+        if fall is not None and fall.p_value <= ERROR_LEVEL:
+            last, latest = latest[fall.cut - 1].last, latest[fall.cut :]
             words = (
-                f"acceptance fell from {before.rate:.2f} to {now.rate:.2f} of the drafted tokens"
+                f"acceptance fell from {fall.before:.2f} to {fall.now:.2f} of the drafted tokens"
             )
-            tally.changes.append(f"{words} between {before.last} and {now.first}")
+            tally.changes.append(f"{words} between {last} and {latest[0].first}")
             tally.set_fact("acceptance_dropped", True)
             tally.set_fact("acceptance_fell_in_run", True)
-            tally.set_fact("reference_acceptance_rate", before.rate)
+            tally.set_fact("reference_acceptance_rate", fall.before)
         for interval in latest:
             tally.include(interval.tally)
-
-    def _find_fall(self) -> int:
-        """Return the first interval after a fall that is beyond chance; 0 without one."""
-        best, num = (0.0, 0), len(self.intervals)
-        for cut in range(1, num):
-            before, now = joined(self.intervals[:cut]), joined(self.intervals[cut:])
-            fall = before.rate - now.rate
-            if fall >= max(LEAST_FALL, LEAST_FALL * before.rate) and before.drafted and now.drafted:
-                error = math.hypot(
-                    self._compute_error(before, self.intervals[:cut]),
-                    self._compute_error(now, self.intervals[cut:]),
-                )
-                best = max(best, (fall / error, cut))
-        return best[1] if num * student_tail(best[0], NORMAL) <= ERROR_LEVEL else 0
-
-    def _compute_error(self, total: LoggedInterval, parts: Sequence[LoggedInterval]) -> float:
-        """Return the larger of the errors between intervals and between drafts."""
-        share = min(0.99, max(0.01, total.rate))
-        of_drafts = LIKE_DRAFTS * share * (1.0 - share) / max(1.0, total.drafted)
-        spread = sum((p.drafted * (p.rate - total.rate)) ** 2 for p in parts) / total.drafted**2
-        return math.sqrt(max(of_drafts, spread))
-
-
-NORMAL = 1e6
-"""Degrees of freedom at which Student's distribution is normal."""
-
-
-def joined(intervals: Sequence[LoggedInterval]) -> LoggedInterval:
-    """Return several intervals as one, without what else their lines state."""
-    return LoggedInterval(
-        first=intervals[0].first,
-        last=intervals[-1].last,
-        accepted=sum(interval.accepted for interval in intervals),
-        drafted=sum(interval.drafted for interval in intervals),
-    )
 
 
 NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:[eE][-+]?[0-9]{1,2})?)"
@@ -300,8 +256,11 @@ class SpecDecodingLog(LineReader):
 
     def _close_runs(self) -> list[str]:
         """Take what else the lines state; returns the processes whose acceptance counts."""
-        totals = {name: joined(series.intervals) for name, series in self._series.items()}
-        rates = {name: all_.rate for name, all_ in totals.items() if all_.drafted >= MIN_DRAFTED}
+        rates = {
+            name: sum(each.accepted for each in series.intervals) / drafted
+            for name, series in self._series.items()
+            if (drafted := sum(each.drafted for each in series.intervals)) >= MIN_DRAFTED
+        }
         if len(rates) < 2 or max(rates.values()) - min(rates.values()) < SAME_RUN:
             for run in self._runs.values():
                 self.tally.include(run)

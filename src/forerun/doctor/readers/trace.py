@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
+from scipy.special import betaln, pdtrc
 
 from forerun.doctor.evidence import (
     AS_FAST,
@@ -46,6 +47,7 @@ from forerun.theory.figures import (
 )
 from forerun.theory.intervals import Interval, normal_interval, student_tail, wilson_interval
 from forerun.theory.record import RequestRecord, TraceHeader
+from forerun.trace.change_points import find_fall
 from forerun.trace.columns import Mask
 
 MIN_PAIRS = 50
@@ -247,8 +249,9 @@ FORMATS = frozenset({"template", "format", "prompt_format", "system", "mode"})
 """Keys of tags `key:value` that describe the form of a prompt; other tags describe its topic."""
 
 
-ABOVE_EXPECTED, AS_EXPECTED = 1.04, 1.02
-"""Accepted over expected tokens: reported from the first value on, denied up to the second."""
+LARGE_EXCESS, NO_EXCESS = 0.04, 0.02
+"""Relative difference to the expected tokens: reported from the first value on, denied up to the
+second."""
 
 
 def _run_checks(totals: TraceTotals, evidence: Evidence) -> Iterator[EvidenceCheck]:
@@ -271,21 +274,28 @@ def _run_checks(totals: TraceTotals, evidence: Evidence) -> Iterator[EvidenceChe
     by_stretch = [known.get(name) for name in stretches.request_ids]
     yield from _check_tags(evidence, stretches.by("all"), by_stretch)
     yield from _check_temperatures(stretches.by("all"), by_stretch)
-    yield from _check_time(stretches)
+    if not PAUSING & totals.methods.keys():
+        yield from _check_requests(stretches)
+    if totals.over_time:
+        yield from _check_time(totals)
 
 
 def _check_rule(totals: TraceTotals) -> Iterator[EvidenceCheck]:
-    """Test whether more is accepted than the verifier's rule gives.
+    """Test whether more, or less, is accepted than the verifier's rule gives.
 
     The p-value is one over an e-value: it holds for any number of steps and any dependence.
     """
-    if (expected := totals.expected_accepted) > 0.0:
-        ratio = totals.acceptance.num_accepted / expected
+    if (expected := totals.expected_accepted) <= 0.0:
+        return
+    excess = totals.acceptance.num_accepted / expected - 1.0
+    for name, sign, value in zip(
+        ("above", "below"), (1.0, -1.0), totals.excess.values, strict=True
+    ):
         yield EvidenceCheck(
-            name="acceptance_above_expected",
-            p_value=min(1.0, 1.0 / totals.excess.value),
-            is_large=ratio >= ABOVE_EXPECTED,
-            is_absent=ratio <= AS_EXPECTED,
+            name=f"acceptance_{name}_expected",
+            p_value=min(1.0, 1.0 / value),
+            is_large=sign * excess >= LARGE_EXCESS,
+            is_absent=sign * excess <= NO_EXCESS,
             words=f"{totals.acceptance.num_accepted} accepted, {expected:.1f} expected",
         )
 
@@ -441,26 +451,60 @@ def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals) -> None:
         evidence.series["time"] = tuple(points)
 
 
-NUM_CUTS = 16
-"""Number of moments that are tried as the time of a drop of acceptance."""
-
-
-def _check_time(stretches: Stretches) -> Iterator[EvidenceCheck]:
+def _check_time(totals: TraceTotals) -> Iterator[EvidenceCheck]:
     """Test whether acceptance fell, at the moment at which it seems to fall most."""
-    places, starts_s = stretches.by("all"), np.array(stretches.starts_s)
-    best: tuple[Comparison, float] | None = None
-    quantiles = np.arange(1, NUM_CUTS + 1) / (NUM_CUTS + 1)
-    for moment_s in np.unique(np.quantile(starts_s, quantiles)) if len(starts_s) else ():
-        before: Mask = (starts_s < moment_s)[places.stretch]
-        found = compare(places, before, ~before)
-        if found is not None and (best is None or found.t > best[0].t):
-            best = found, float(moment_s - starts_s.min())
-    if best is None:
+    if len({(header.draft, header.draft_hash) for header in totals.headers}) > 1:
+        return  # the drafts of several runs differ, whenever they ran
+    times_s, num_steps, num_first = zip(*sorted(totals.over_time), strict=True)
+    if (fall := find_fall(num_first, num_steps)) is not None:
+        after_s = times_s[fall.cut] - times_s[0]
+        yield EvidenceCheck(
+            name="acceptance_fell_in_run",
+            p_value=fall.p_value,
+            is_large=True,
+            is_absent=False,  # what is in the trace may all be later than a fall
+            words=f"position 1 from {fall.before:.2f} to {fall.now:.2f}, {after_s:.1f} s after "
+            "the first draft",
+        )
+
+
+MIN_OF_REQUEST = 3
+"""Drafts of a request from which on it counts that it accepts nothing."""
+MIN_REFUSED = 0.04
+"""Least share of requests that accept nothing; single texts may be foreign to a draft."""
+MEANS, ALIKE = np.linspace(0.02, 0.98, 49)[:, None], np.geomspace(1.0, 24.0, 10)
+"""Beta distributions of the acceptance of requests: means, and precisions. More would take all
+texts to be alike."""
+FITTING = 0.5
+"""Difference of log-likelihoods up to which a distribution fits as well as the best one."""
+
+
+def _check_requests(stretches: Stretches) -> Iterator[EvidenceCheck]:
+    """Test whether more requests accept nothing than a Beta distribution of the others explains."""
+    places = stretches.by("all")
+    request = np.unique(stretches.request_ids, return_inverse=True)[1][places.stretch]
+    steps, first = (np.bincount(request, each) for each in (places.num_steps, places.num_first))
+    steps, first = steps[steps >= MIN_OF_REQUEST], first[steps >= MIN_OF_REQUEST]
+    num_refused = int((first == 0.0).sum())
+    if num_refused == len(steps):
         return
-    words = f"in requests from {best[1]:.1f} s on; "
-    for check in _check_fall("acceptance_dropped", best[0], num_tried=NUM_CUTS, words=words):
-        # Without a drop in the trace there is no answer: the whole trace may be later than it.
-        yield replace(check, is_absent=False)
+    kinds, numbers = np.unique(np.stack([steps, first]), axis=1, return_counts=True)
+    fit, refused = np.zeros((len(MEANS), len(ALIKE))), np.zeros((len(MEANS), len(ALIKE)))
+    hits, misses = MEANS * ALIKE, (1.0 - MEANS) * ALIKE
+    for (num, accepted), number in zip(kinds.T, numbers, strict=True):
+        none = np.exp(betaln(hits, misses + num) - betaln(hits, misses))
+        refused += number * none
+        if accepted:
+            log = betaln(hits + accepted, misses + num - accepted) - betaln(hits, misses)
+            fit += number * (log - np.log1p(-none))
+    expected = float(refused[fit >= fit.max() - FITTING].max())
+    yield EvidenceCheck(
+        name="requests_accept_nothing",
+        p_value=float(pdtrc(num_refused - 1.0, expected)) if num_refused else 1.0,
+        is_large=num_refused >= MIN_REFUSED * len(steps),
+        is_absent=not num_refused,
+        words=f"{num_refused} of {len(steps)} requests, {expected:.1f} expected by the others",
+    )
 
 
 METHODS: Mapping[str, str] = load_table("engines")["methods"]["forerun"]
@@ -570,9 +614,15 @@ def evidence_of(totals: TraceTotals, name: str) -> Evidence:
     _add_growth(evidence, totals.far, source)
     _add_acceptance_over_time(evidence, totals)
     evidence.settle([*_run_checks(totals, evidence)])
-    if evidence.flag("acceptance_dropped"):
-        evidence.note("acceptance_fell_in_run", True, source)
-        evidence.changes.append(f"acceptance fell {evidence.checks['acceptance_dropped'].words}")
+    if evidence.flag("acceptance_fell_in_run"):
+        words = evidence.checks["acceptance_fell_in_run"].words
+        evidence.note("acceptance_dropped", True, f"{source}: {words}")
+        evidence.changes.append(f"acceptance fell at {words}")
+    if totals.num_contradictory:
+        evidence.conflicts.append(
+            f"{totals.num_contradictory} of {totals.acceptance.num_steps} drafting steps emit "
+            "something else than what they accept and one more token"
+        )
     _add_setup(evidence, totals, source)
     _add_off_share(evidence, totals, source)
     _add_asked(evidence, totals.requests, source)

@@ -82,7 +82,6 @@ class Stretches:
     """Counts of drafting steps by stretch, for each property that is compared."""
 
     request_ids: list[str] = field(default_factory=list)
-    starts_s: list[float] = field(default_factory=list)
     parts: dict[str, list[StretchCounts]] = field(default_factory=dict)
 
     def add(self, drafting: Columns, names: Sequence[str]) -> None:
@@ -103,7 +102,6 @@ class Stretches:
             counted = counts(stretch + len(self.request_ids), place, accepted, values)
             self.parts.setdefault(name, []).append(counted)
         self.request_ids += [names[index] for index in drafting["request"][first]]
-        self.starts_s += drafting["t_s"][first].tolist()
 
     def by(self, name: str) -> StretchCounts:
         none = np.zeros(0, np.int64)
@@ -133,7 +131,10 @@ def _expected_share(drafting: Columns) -> Reals:
     deeper draft has a lower share of the same text; that is taken off.
     """
     depth = drafting["depth_drafted"]
-    share: Reals = np.minimum(1.0, drafting["expected_accepted"] / depth)
+    accepted = drafting[
+        "expected_accepted" if drafting["expected_accepted"].any() else "num_accepted"
+    ]
+    share: Reals = np.minimum(1.0, accepted / depth)
     means = np.bincount(depth, share) / np.maximum(1.0, np.bincount(depth))
     levelled: Reals = share + share.mean() - means[depth]
     return levelled
@@ -275,12 +276,12 @@ def _side_of(places: StretchCounts, mask: Mask) -> Side:
     )
 
 
-BETS = np.array([0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
-"""Exponents at which `ExcessTest` tilts the accepted share of a draft."""
+BETS = np.outer([1.0, -1.0], [0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
+"""Exponents at which `ExcessTest` tilts the accepted share of a draft, up and down."""
 
 
 class ExcessTest:
-    """Test martingale against the hypothesis that no more is accepted than expected.
+    """Test martingales against the hypothesis that no more, or less, is accepted than expected.
 
     Given its proposal, a step accepts a share x of its depth with mean m, so that exp(b x) has a
     mean of at most 1 + m (e^b - 1), whatever else its distribution is (Hoeffding 1963). So the
@@ -289,25 +290,26 @@ class ExcessTest:
     """
 
     def __init__(self) -> None:
-        self._logs = np.zeros(len(BETS))
+        self._logs = np.zeros(BETS.shape)
 
     def add(self, drafting: Columns) -> None:
         depth = drafting["depth_drafted"]
         share = drafting["num_accepted"] / depth
         mean = np.minimum(1.0, drafting["expected_accepted"] / depth)
-        self._logs += BETS * share.sum() - np.log1p(np.outer(np.expm1(BETS), mean)).sum(1)
+        self._logs += BETS * share.sum() - np.log1p(np.expm1(BETS)[..., None] * mean).sum(-1)
 
     @property
-    def value(self) -> float:
-        """The e-value; large where more is accepted than expected."""
-        return float(np.exp(np.minimum(self._logs, 700.0)).mean())
+    def values(self) -> tuple[float, float]:
+        """The e-values; large where more, and where less, is accepted than expected."""
+        above, below = np.exp(np.minimum(self._logs, 700.0)).mean(1).tolist()
+        return above, below
 
 
 SOON, LONG = 2, 5
 """Steps that draft after a plain one: soon after up to the first, long after past the second."""
 KEPT = 50_000
 """Most output tokens that are kept to measure repetition."""
-SLICES = 16
+SLICES = 32
 """Number of points of the series over time for each block of steps."""
 
 
@@ -351,7 +353,9 @@ class TraceTotals:
         num_k_rises: how many of the pairs have a larger K in the second step; at the end of a
             request K only falls.
         squares: sum over drafting steps of (accepted - expected) squared.
-        excess: test of whether more is accepted than expected.
+        num_contradictory: drafting steps, not the last of a request, that emit other than what they
+            accept and one more token.
+        excess: tests of whether more or less is accepted than expected.
         overlap: sum of acceptance_probability, and the number of steps that have it.
         requests: what a diagnosis needs of them.
         damage: the first places that cannot be read.
@@ -380,6 +384,7 @@ class TraceTotals:
     k_swing: tuple[int, int] = (0, 0)
     graph_hits: Counter[bool] = field(default_factory=Counter)
     squares: float = 0.0
+    num_contradictory: int = 0
     excess: ExcessTest = field(default_factory=ExcessTest)
     overlap: tuple[float, int] = (0.0, 0)
     headers: list[TraceHeader] = field(default_factory=list)
@@ -435,6 +440,8 @@ class TraceTotals:
         steps = with_previous(block.columns)
         self._add_changes(steps)
         drafting = chosen(steps, steps["num_drafted"] > 0)
+        wrong = drafting["num_emitted"] != drafting["num_accepted"] + 1
+        self.num_contradictory += int((wrong & drafting["is_followed"]).sum())
         if len(drafting["step"]):
             counts = (drafting[name].tolist() for name in ("depth_drafted", "num_accepted"))
             self.acceptance.steps.update(zip(*counts, strict=True))
@@ -536,5 +543,6 @@ def with_previous(columns: Columns) -> Columns:
         "previous": np.where(follows, np.roll(outcome, 1), NO_PLACE),
         "previous_k": np.where(follows, np.roll(steps["k_budget"], 1), -1),
         "since_start": places - start,
+        "is_followed": np.append(follows[1:], False),
         "paused": np.where(is_after, AFTER_PAUSE, long_ago),
     }
