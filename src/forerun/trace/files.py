@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, RawIOBase
@@ -111,33 +111,6 @@ MAX_DAMAGED = 500_000
 """Most damaged parts of a file; what follows the last of them is not read."""
 
 
-class JsonLines:
-    """Writes records to a file as JSON lines.
-
-    Attributes:
-        num_buffered: number of records from which on a `TraceWriter` writes them.
-        buffered_s: seconds after which it writes them even if they are fewer.
-    """
-
-    num_buffered = 256
-    buffered_s = 1.0
-
-    def __init__(self, file: RawIOBase) -> None:
-        self.file = file
-
-    def write(self, records: Iterable[Record]) -> None:
-        remaining = memoryview(b"".join(map(line_of, records)))
-        while remaining:  # a file that is nearly full takes a part, and refuses the next
-            remaining = remaining[self.file.write(remaining) or 0 :]
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def line_of(record: Record) -> bytes:
-    return ENCODER.encode(record) + b"\n"
-
-
 def read_json_lines(path: Path) -> Iterator[Item]:
     """Yield the records of a file in order, with `Damage` for unreadable lines."""
     check_regular(path)
@@ -203,8 +176,14 @@ def item_of(line: bytes, where: str) -> Item:
 logger = logging.getLogger(__name__)
 
 
+NUM_BUFFERED = 256
+"""Records from which on they are written."""
+BUFFERED_S = 1.0
+"""Seconds after which they are written even if they are fewer."""
+
+
 class TraceWriter:
-    """Buffers records, such as those of engine steps, and writes them to a trace file.
+    """Buffers records, such as those of engine steps, and writes them to a file as JSON lines.
 
     Nothing that happens to the file reaches the caller. Where a write fails, a warning says so
     once, what was written before stays, and further records are dropped: a full disk ends the
@@ -215,12 +194,11 @@ class TraceWriter:
         failed: whether a write failed; a command that was asked for a trace reports this.
     """
 
-    def __init__(self, sink: JsonLines, name: str) -> None:
-        self.sink = sink
+    def __init__(self, file: RawIOBase, name: str) -> None:
+        self.file = file
         self.name = name
         self.num_written = 0
         self.failed = False
-        self.error: str | None = None
         self._waiting: list[tuple[Record, Mapping[str, Json] | None]] = []
         self._due_s = math.inf
 
@@ -233,22 +211,23 @@ class TraceWriter:
         if self.failed:
             return
         self._waiting.append((record, changes))
-        if len(self._waiting) >= self.sink.num_buffered:
+        if len(self._waiting) >= NUM_BUFFERED:
             self.flush()
         elif type(record) is StepRecord:
             if record.t_s >= self._due_s:
                 self.flush()
             elif self._due_s == math.inf:
-                self._due_s = record.t_s + self.sink.buffered_s
+                self._due_s = record.t_s + BUFFERED_S
 
     def flush(self) -> None:
         waiting, self._waiting, self._due_s = self._waiting, [], math.inf
         if self.failed or not waiting:
             return
+        records = (replace(record, **changes) if changes else record for record, changes in waiting)
         try:
-            self.sink.write(
-                replace(record, **changes) if changes else record for record, changes in waiting
-            )
+            remaining = memoryview(ENCODER.encode_lines(records))
+            while remaining:  # a file that is nearly full takes a part, and refuses the next
+                remaining = remaining[self.file.write(remaining) or 0 :]
         except (OSError, UnicodeEncodeError) as error:  # text that is not UTF-8
             self._fail(error)
         else:
@@ -257,17 +236,16 @@ class TraceWriter:
     def close(self) -> None:
         self.flush()
         try:
-            self.sink.close()
+            self.file.close()
         except OSError as error:
             self._fail(error)
 
     def _fail(self, error: OSError | UnicodeEncodeError) -> None:
         if not self.failed:
-            self.error = getattr(error, "strerror", None) or str(error)
             logger.error(
                 "the trace %s cannot be written (%s); it ends after %d records, the rest goes on",
                 self.name,
-                self.error,
+                getattr(error, "strerror", None) or error,
                 self.num_written,
             )
         self.failed = True
@@ -278,12 +256,12 @@ def open_trace(path: Path) -> Iterator[TraceWriter]:
     """Open a trace for writing, and replace an existing one; raises InvalidRequest."""
     check_suffix(path)
     try:
-        sink = JsonLines(path.open("wb", buffering=0))
+        file = path.open("wb", buffering=0)
     except OSError as error:
         raise InvalidRequest(
             f"the trace {path} cannot be written: {error.strerror or error}"
         ) from error
-    writer = TraceWriter(sink, str(path))
+    writer = TraceWriter(file, str(path))
     try:
         yield writer
     finally:

@@ -177,10 +177,9 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 from msgspec.structs import replace
-from tests.records import HEADER, REQUEST, STEP
+from tests.records import HEADER, REQUEST, STEP, line_of
 from forerun.doctor.diagnosis import diagnose
 from forerun.doctor.readers.sources import read_source
-from forerun.trace.files import line_of
 
 path, kind, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 with path.open("wb") as file:
