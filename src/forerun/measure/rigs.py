@@ -101,24 +101,14 @@ class Stopwatch:
 NUM_PASSES = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bandwidth:
-    """Memory read rate, with the buffer size and threads of its measurement.
-
-    Attributes:
-        buffer_bytes: size of the buffer; one that fits into a cache is read at the cache's rate,
-            and so are weights of that size.
-    """
-
-    buffer_bytes: int
-    bytes_per_s: float
-
-
-def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Bandwidth:
-    """Read a buffer repeatedly with the threads of the passes, and return the best rate.
+def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> tuple[float, int]:
+    """Read a buffer repeatedly with the threads of the passes.
 
     Two reductions of 64-bit integers compete, because which of them keeps up with the memory
-    depends on the device.
+    depends on the device. A buffer that fits into a cache is read at the cache's rate, and so are
+    weights of that size.
+
+    Returns the best rate in bytes per second, and the bytes of the buffer.
     """
     device = stopwatch.device
     num_bytes = min(num_bytes, available_bytes(device) // 2)
@@ -127,7 +117,7 @@ def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Ba
     with torch_threads(num_threads):
         times_s = [stopwatch.seconds(read) for _ in range(NUM_PASSES) for read in reads]
     buffer_bytes = buffer.numel() * buffer.itemsize
-    return Bandwidth(buffer_bytes=buffer_bytes, bytes_per_s=buffer_bytes / min(times_s))
+    return buffer_bytes / min(times_s), buffer_bytes
 
 
 @contextmanager
@@ -911,15 +901,15 @@ def measure_pair(
     rounds = measure(rigs(pair, config, stopwatch), config, clock, notify)
     # The better of two rates, because the machine may have been busy during one of them.
     after = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
-    best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
+    bytes_per_s, buffer_bytes = max(before, after)
     return Profile(
         target=target.name,
         draft=draft.name,
         setup=setup_of(pair.target, pair.drafter, pair.config, facts),
         provenance=collect({fact.name: fact.content_hash for fact in facts}, num_threads).to_dict(),
         limit=ReadLimit(
-            bytes_per_s=best.bytes_per_s,
-            buffer_bytes=best.buffer_bytes,
+            bytes_per_s=bytes_per_s,
+            buffer_bytes=buffer_bytes,
             target_bytes=target.pass_bytes,
             draft_bytes=draft.pass_bytes,
             kv_token_bytes=target.kv_token_bytes,
