@@ -37,20 +37,20 @@ def test_it_loads_no_torch_and_no_engine():
 
 
 @pytest.mark.parametrize(
-    ("path", "base", "is_chat"),
+    ("path", "base"),
     [
-        ("", "/v1", False),
-        ("/v1", "/v1", False),
-        ("/v1/", "/v1", False),
-        ("/proxy", "/proxy/v1", False),
-        ("/v1/completions", "/v1", False),
-        ("/some/completions", "/some", False),
-        ("/v1/chat/completions", "/v1", True),
+        ("", "/v1"),
+        ("/v1", "/v1"),
+        ("/v1/", "/v1"),
+        ("/proxy", "/proxy/v1"),
+        ("/v1/completions", "/v1"),
+        ("/some/completions", "/some"),
+        ("/v1/chat/completions", "/v1"),
     ],
 )
-def test_addresses(path, base, is_chat):
+def test_addresses(path, base):
     config = ClientConfig(url=f"http://server{path}")
-    assert (config.base, config.is_chat) == (f"http://server{base}", is_chat)
+    assert config.base == f"http://server{base}"
 
 
 @pytest.mark.parametrize("changes", [{"num_tries": 0}, {"timeout_s": 0.0}, {"max_connections": 0}])

@@ -84,7 +84,8 @@ def read_json_lines(path: Path) -> Iterator[Item]:
                 offset += num_skipped
                 yield Damage(where=where, what=f"longer than {MAX_LINE_BYTES} bytes")
                 if not is_over:
-                    yield unread(where)
+                    what = f"no line ends within {MAX_SKIPPED_BYTES} bytes"
+                    yield Damage(where=where, what=f"{what}; the rest of the file was not read")
                     return
             elif line.strip():
                 yield item_of(line, where)
@@ -98,12 +99,6 @@ def _skip_line(file: BufferedReader) -> tuple[int, bool]:
         if rest.endswith(b"\n"):
             return num_bytes, True
     return num_bytes, num_bytes < MAX_SKIPPED_BYTES
-
-
-def unread(where: str) -> Damage:
-    """Return the `Damage` that stands for the rest of a file, in which no line ends."""
-    what = f"no line ends within {MAX_SKIPPED_BYTES} bytes; the rest of the file was not read"
-    return Damage(where=where, what=what)
 
 
 def version_of(line: bytes) -> object:
