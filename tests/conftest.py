@@ -34,12 +34,12 @@ hypothesis.settings.load_profile("forerun")
 
 # Every annotated function of the package checks its arguments, shapes included, while tests run.
 # Configurations are left out: they judge wrong types themselves, and the tests must get that far.
-# Kernels are read by Triton, not run by Python. A protocol must be declared `@runtime_checkable`
-# for this. The hook must precede the first import of the package.
+# A protocol must be declared `@runtime_checkable` for this. The hook must precede the first import
+# of the package.
 checking.install(
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     for path in PACKAGE.rglob("*.py")
-    if path.stem not in {"__init__", "config", "kinds", "triton_kernels"}
+    if path.stem not in {"__init__", "config", "kinds"}
 )
 
 

@@ -30,7 +30,7 @@ from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio
 from forerun.theory.record import StepRecord
-from forerun.theory.tree import depths_within
+from forerun.theory.tree import ranked_nodes
 
 TARGET, DRAFT = "zoo:code-11m", "zoo:code-2m"
 PROSE = Path(__file__).parents[2] / "recipes" / "paradox" / "prose"
@@ -59,7 +59,8 @@ class SharedBudget(Controller):
             self.acceptance.curve(state, METHOD, min(DEEPEST, state.max_new - 1)).survival
             for state in states
         ]
-        depths = depths_within(curves, self.per_request * len(states))
+        best = ranked_nodes(curves)[: self.per_request * len(states)]
+        depths = [sum(index == at for _, _, index in best) for at in range(len(states))]
         return Decision([Plan.chain(METHOD, depth) for depth in depths])
 
     def observe(self, records: Sequence[StepRecord]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.lab.audited import Rule, plant
 from tests.server.conftest import serving
 
+from forerun.cli.audit import encode_prompts, find_chats
 from forerun.cli.main import main
 from forerun.client.connection import ClientConfig
 from forerun.doctor.audit.config import KINDS, AuditConfig
@@ -366,3 +367,78 @@ def test_ids_by_text_hold_the_tokens_whose_text_is_theirs_alone():
     assert len(found) > 2000
     for text, token in [*found.items()][::97]:
         assert reference.tokenizer.token_bytes(token).decode() == text
+
+
+def serve_small_context(posted: list[str], *, has_template: bool = False) -> httpx.MockTransport:
+    """A server of vLLM's kind with a context of 40 tokens, one token a character."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            card = {"id": "m", "owned_by": "vllm", "max_model_len": 40}
+            return httpx.Response(200, json={"data": [card]})
+        body = json.loads(request.content)
+        posted.append(request.url.path + (" messages" if "messages" in body else ""))
+        if request.url.path != "/tokenize":
+            return httpx.Response(400, text="no")
+        if "messages" in body and not has_template:
+            return httpx.Response(400, text="no chat template")
+        return httpx.Response(200, json={"tokens": [1] * len(body.get("prompt", "hello"))})
+
+    return httpx.MockTransport(answer)
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_refused_conversation_is_tokenized_once(has_template):
+    posted: list[str] = []
+    transport = serve_small_context(posted, has_template=has_template)
+    endpoint = HttpEndpoint(
+        ClientConfig(url="http://m"), wants_logprobs=True, num_clients=1, transport=transport
+    )
+    assert endpoint.tokenize("abc") == (1, 1, 1)
+    chats = find_chats(endpoint, [f"message {n}" for n in range(20)])
+    assert len(chats) == (20 if has_template else 0)
+    assert posted.count("/tokenize messages") == (20 if has_template else 1)
+
+
+def test_prompts_leave_room_for_the_token_that_scoring_asks_for():
+    transport = serve_small_context([])
+    endpoint = HttpEndpoint(
+        ClientConfig(url="http://m"), wants_logprobs=True, num_clients=1, transport=transport
+    )
+    config = AuditConfig(num_tokens=10)
+    (prompt,) = encode_prompts(["x" * 100], endpoint.tokenize, endpoint.max_context, config)
+    assert len(prompt) + config.num_tokens + 1 == 40
+
+
+def test_a_server_that_hangs_is_waited_for_two_minutes():
+    endpoint = HttpEndpoint(
+        ClientConfig(url="http://m"),
+        ClientConfig(url="http://m", timeout_s=5.0),
+        wants_logprobs=True,
+        num_clients=1,
+        transport=serve_small_context([]),
+    )
+    limits = [client.config.timeout_s for client in endpoint._clients.values()]
+    assert limits == [120.0, 5.0]
+
+
+def test_counters_that_fall_are_no_negative_number_of_drafts():
+    """The server began afresh between two readings."""
+    values = iter([500, 20])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            name = "vllm:spec_decode_num_draft_tokens_total"
+            return httpx.Response(200, text=f'{name}{{engine="0"}} {next(values)}.0\n')
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "m", "owned_by": "vllm"}]})
+        return stream(chunk(1, 2, finish="length"))
+
+    endpoint = HttpEndpoint(
+        ClientConfig(url="http://m"),
+        wants_logprobs=True,
+        num_clients=1,
+        transport=httpx.MockTransport(answer),
+    )
+    (found,) = endpoint.ask([QUESTION], {kind.name: kind for kind in KINDS})
+    assert found.num_drafted == 0

@@ -8,7 +8,6 @@ of decoding without a draft.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -51,7 +50,6 @@ class Judgement:
     Attributes:
         acceptance_probability: alpha; None for drafters without a model.
         predicted_speedup: at the best K that drafts, below 1 where none pays; None without costs.
-        draft_hash: of the files of the snapshot that was judged; None in older files.
     """
 
     step: int
@@ -59,7 +57,6 @@ class Judgement:
     acceptance_probability: float | None
     predicted_speedup: float | None
     duration_s: float
-    draft_hash: str | None = None
 
     @property
     def worth(self) -> tuple[float, float]:
@@ -90,32 +87,15 @@ class DraftSelector:
     def consider(self, step: int) -> Judgement:
         """Judge the snapshot of a step, and keep its draft if it is the best so far."""
         snapshot = self.workspace.snapshot(step)
-        draft_hash = _hash_files(snapshot)
         if step not in self.judgements:
             started_s = time.monotonic()
             figures = self.judge.judge(snapshot, name=f"step {step}", max_prompts=self.max_prompts)
-            judgement = build_judgement(step, figures, time.monotonic() - started_s)
-            self.judgements[step] = replace(judgement, draft_hash=draft_hash)
+            self.judgements[step] = build_judgement(step, figures, time.monotonic() - started_s)
             write_lines(self.workspace.judgements, self.judgements.values())
         if self.best.step == step:
-            if self.best.draft_hash not in (None, draft_hash):
-                raise InvalidModel(
-                    f"the files in {snapshot} are not those that were judged; remove the line of "
-                    f"step {step} in {self.workspace.judgements}, and the same command judges them"
-                )
             with atomic_folder(self.workspace.draft) as scratch:
                 shutil.copytree(snapshot, scratch, dirs_exist_ok=True)
         return self.judgements[step]
-
-
-def _hash_files(folder: Path) -> str:
-    """Hash the names and the content of the files in a folder."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
 
 
 def build_judgement(step: int, figures: DraftFigures, duration_s: float) -> Judgement:

@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -324,40 +325,18 @@ def mix(samples: Sequence[Sample], shares: Mapping[Source, float], *, seed: int)
 def _select(samples: Sequence[Sample], num_learned: float, seed: int) -> Iterator[Sample]:
     """Yield shuffled samples until they contain at least the given number of learned tokens."""
     num_taken = 0
-    for index in range(len(samples)):
+    for index in shuffle(len(samples), seed):
         # Half a token of slack, so that the rounding of shares does not add one more sample.
         if num_taken + 0.5 > num_learned:
             return
-        sample = samples[permuted(index, len(samples), seed)]
-        num_taken += sample.num_learned
-        yield sample
+        num_taken += samples[index].num_learned
+        yield samples[index]
 
 
-NUM_ROUNDS = 6
-
-
-def permuted(index: int, size: int, key: int) -> int:
-    """Return the place of an index in a permutation of a range, which needs no state.
-
-    A balanced Feistel network permutes the numbers of an even number of bits for any round
-    function. Numbers outside the range pass through it again until one falls inside, which keeps it
-    a permutation of the range ("cycle walking", Black and Rogaway 2002).
-    """
-    half_bits = max((size - 1).bit_length() + 1, 2) // 2
-    while True:
-        index = _shuffle_bits(index, half_bits, key)
-        if index < size:
-            return index
-
-
-def _shuffle_bits(number: int, half_bits: int, key: int) -> int:
-    """Apply the Feistel network once to a number of twice `half_bits` bits."""
-    mask = (1 << half_bits) - 1
-    left, right = number >> half_bits, number & mask
-    for number_of_round in range(1, NUM_ROUNDS + 1):
-        mixed = finalise(finalise(key + number_of_round * INCREMENT) ^ right)
-        left, right = right, left ^ mixed & mask
-    return left << half_bits | right
+@lru_cache(maxsize=4)
+def shuffle(size: int, key: int) -> tuple[int, ...]:
+    """Return the numbers below `size` in the order of their hashes, a permutation for every key."""
+    return tuple(sorted(range(size), key=lambda index: finalise(key + index * INCREMENT)))
 
 
 class Packing:
@@ -412,8 +391,8 @@ class Packing:
 
     def _list_samples(self, stream_row: int) -> list[int]:
         epoch, row = divmod(stream_row, self.rows_per_epoch)
-        key = finalise(self.seed) + epoch * INCREMENT
-        return self._rows[permuted(row, self.rows_per_epoch, key)]
+        key = finalise(finalise(self.seed) + epoch * INCREMENT)
+        return self._rows[shuffle(self.rows_per_epoch, key)[row]]
 
 
 def fill_rows(lengths: Sequence[int], window: int) -> list[list[int]]:

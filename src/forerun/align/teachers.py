@@ -47,7 +47,6 @@ from forerun.align.target import (
     one_per_row,
     passes,
 )
-from forerun.atomic_write import atomic_write
 from forerun.cache import hash_of, is_whole, write_cached
 from forerun.errors import CacheTooLarge, InvalidCache, NumericalError
 from forerun.models.memory import readable
@@ -58,7 +57,6 @@ logger = logging.getLogger("forerun.cache")
 preparation = logging.getLogger("forerun.preparation")
 
 FORMAT = 2
-DESCRIPTION = "cache.json"
 ROWS, SUFFIX = "rows", ".safetensors"
 MAX_TOKENS = 4096
 """Tokens of one pass over the target."""
@@ -121,8 +119,8 @@ class TargetCache:
         self.max_bytes = config.max_cache_bytes
         self.row_bytes = row_bytes
         self.layers = layers
-        self.description = json.dumps(identity, sort_keys=True, indent=1) + "\n"
-        self.folder = source.cache_dir / f"{kind}-{hash_of(self.description.encode())}"
+        described = json.dumps(identity, sort_keys=True, indent=1) + "\n"
+        self.folder = source.cache_dir / f"{kind}-{hash_of(described.encode())}"
         self._files: dict[str, Path] = {}
 
     def read(self, sample: Sample) -> dict[str, Tensor]:
@@ -223,11 +221,8 @@ class TargetCache:
 
     def _write(self, sample: Sample, columns: Mapping[str, Tensor]) -> None:
         content = save({name: column.cpu().contiguous() for name, column in columns.items()})
-        description, stem = self.folder / DESCRIPTION, f"{ROWS}-{hash_sample(sample)}"
         try:
-            if not description.exists():
-                with atomic_write(description) as scratch:
-                    scratch.write_text(self.description, encoding="utf-8")
+            stem = f"{ROWS}-{hash_sample(sample)}"
             write_cached(self.folder, stem, SUFFIX, content, durable=False)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -22,7 +22,8 @@ from forerun.errors import InvalidRequest, UnreadableInput
 
 if TYPE_CHECKING:
     from forerun.doctor.audit.config import AuditConfig, Kind
-    from forerun.doctor.audit.rounds import Prompt
+    from forerun.doctor.audit.endpoint import HttpEndpoint
+    from forerun.doctor.audit.rounds import Chat, Prompt
     from forerun.doctor.audit.run import Audit
     from forerun.doctor.audit.verdict import AuditVerdict
 
@@ -112,7 +113,6 @@ def _prepare_audit(options: AuditOptions, config: AuditConfig, stack: ExitStack)
     from forerun.doctor.audit.endpoint import HttpEndpoint
     from forerun.doctor.audit.records import StateFile
     from forerun.doctor.audit.reference import Reference, ReportedLogprobs, load_reference
-    from forerun.doctor.audit.rounds import Chat
     from forerun.doctor.audit.run import Audit
 
     name, keys = options.reference, options.api_key_env
@@ -139,7 +139,7 @@ def _prepare_audit(options: AuditOptions, config: AuditConfig, stack: ExitStack)
         tokenizer, reference = loaded.tokenizer, loaded
         if tokenizer is not None:
             encode = lambda text: tuple(tokenizer.encode(text))  # noqa: E731
-    prompts = _encode_prompts(texts, encode, endpoint.max_context, config)
+    prompts = encode_prompts(texts, encode, endpoint.max_context, config)
     if not is_model and not isinstance(prompts[0], str):
         endpoint.find_scoring(prompts[0])
     if name == "self" and not endpoint.scores:
@@ -147,8 +147,7 @@ def _prepare_audit(options: AuditOptions, config: AuditConfig, stack: ExitStack)
             "--reference self: the server reports no log-probabilities of texts that it reads, or "
             "no token ids (/tokenize); name a model or a second server"
         )
-    rendered = ((text, endpoint.tokenize(text, is_message=True)) for text in messages)
-    chats = [Chat(message=text, ids=ids) for text, ids in rendered if ids]
+    chats = find_chats(endpoint, messages)
     header = {
         "url": shown_url(options.url),
         "reference": shown_source(name or ""),
@@ -191,7 +190,20 @@ def _read_prompts(path: Path | None) -> tuple[list[str], list[str]]:
     return texts or messages, messages[:_NUM_CHATS]
 
 
-def _encode_prompts(
+def find_chats(endpoint: HttpEndpoint, messages: Sequence[str]) -> list[Chat]:
+    """Return messages with their prompts; where one is refused, no more are tried."""
+    from forerun.doctor.audit.rounds import Chat
+
+    found: list[Chat] = []
+    for text in messages:
+        ids = endpoint.tokenize(text, is_message=True)
+        if not ids:
+            break
+        found.append(Chat(message=text, ids=ids))
+    return found
+
+
+def encode_prompts(
     texts: Sequence[str],
     encode: Callable[[str], tuple[int, ...] | None],
     max_context: int | None,
@@ -199,7 +211,8 @@ def _encode_prompts(
 ) -> list[Prompt]:
     """Return the ids of prompts, or their texts if ids are unknown; says which ones are cut."""
     found: list[Prompt] = []
-    most = None if max_context is None else max(1, max_context - config.num_tokens)
+    # A text is scored with room for one more token.
+    most = None if max_context is None else max(1, max_context - config.num_tokens - 1)
     num_cut = 0
     for text in texts:
         ids = encode(text)

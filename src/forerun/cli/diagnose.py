@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -128,7 +128,15 @@ def run(options: DiagnoseOptions) -> int:
     """Read the sources, diagnose and report; the exit code follows from the verdict."""
     options.check()
     if options.watching.watch:
-        return watch_source(options)
+        return watch(
+            Watch(
+                **asdict(options.watching),
+                source=options.sources[0],
+                interval_s=options.interval_s,
+                key_variable=options.api_key_env,
+                json=options.json,
+            )
+        )
 
     from forerun.doctor.asking import likeliest_causes, with_answers
     from forerun.doctor.diagnosis import diagnose
@@ -159,19 +167,6 @@ def run(options: DiagnoseOptions) -> int:
     else:
         show(diagnosis, likeliest)
     return EXIT_CODES[diagnosis.verdict]
-
-
-def watch_source(options: DiagnoseOptions) -> int:
-    """Watch the one source that is named."""
-    return watch(
-        Watch(
-            flags=options.watching,
-            source=options.sources[0],
-            interval_s=options.interval_s,
-            key_variable=options.api_key_env,
-            json=options.json,
-        )
-    )
 
 
 def gathered(options: DiagnoseOptions) -> Evidence:

@@ -47,22 +47,23 @@ def run(options: ExplainOptions) -> int:
     if (options.request is not None or options.step is not None) and not options.quiz:
         return _explain(options)
 
+    from forerun.doctor.explain import measure_steps
+    from forerun.trace.files import read_trace
+
+    totals = measure_steps(read_trace(options.file), options.request)
     if not options.quiz:
-        _print_summary(options.file)
-    _teach(options)
+        _print_summary(totals, options.file.name)
+    _teach(totals, options)
     return 0
 
 
-def _teach(options: ExplainOptions) -> None:
+def _teach(totals: TraceTotals, options: ExplainOptions) -> None:
     """Print the sections of a trace, each after its question where a quiz is asked for."""
-    from forerun.doctor.explain import measure_steps, write_lessons
-    from forerun.trace.files import read_trace
+    from forerun.doctor.explain import write_lessons
 
     console = SafeConsole(soft_wrap=True)
     num_asked = num_right = 0
-    for number, section in enumerate(
-        write_lessons(measure_steps(read_trace(options.file), options.request)), start=1
-    ):
+    for number, section in enumerate(write_lessons(totals), start=1):
         if options.quiz and section.question is not None:
             answer = _ask(section.question, num_asked + 1)
             if answer is None:
@@ -134,13 +135,11 @@ def _load_decoder(options: ExplainOptions) -> Decode | None:
         return None
 
 
-def _print_summary(file: Path) -> None:
+def _print_summary(totals: TraceTotals, name: str) -> None:
     from forerun.doctor.diagnosis import derive
     from forerun.doctor.readers.trace import evidence_of
-    from forerun.doctor.readers.trace_totals import read_totals
 
-    totals = read_totals(file)
-    evidence = derive(evidence_of(totals, file.name))
+    evidence = derive(evidence_of(totals, name))
     console = SafeConsole()
     for header in totals.headers:
         draft = f", draft {header.draft}" if header.draft else ""
@@ -160,20 +159,23 @@ def _print_summary(file: Path) -> None:
 
 
 def _figures(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
-    known, counts = evidence.number, totals.acceptance
+    from forerun.doctor.explain import fit_costs
+
+    known, counts, costs = evidence.number, totals.acceptance, fit_costs(totals)
     yield (
         f"{len(totals.requests)} finished requests, {totals.num_steps} steps, "
         f"{totals.num_tokens} tokens"
     )
     if (ttft_s := known("ttft_s")) is not None:
         yield f"first token after {1000 * ttft_s:.1f} ms (median)"
-    tau, kappa = counts.acceptance_length, known("cycle_cost")
+    tau, kappa = counts.acceptance_length, costs.kappa if costs else known("cycle_cost")
     if tau is None or not counts.num_drafted:
         yield "nothing was drafted"
     else:
         cost = "unknown: too few plain steps to compare with"
         if kappa:
-            cost = f"{kappa:.3f}, so {tau / kappa:.2f}x in these steps"
+            where = f" with {costs.batch} requests at once" if costs and costs.batch > 1 else ""
+            cost = f"{kappa:.3f}{where}, so {tau / kappa:.2f}x in these steps"
         yield f"tau {tau:.3f} over {counts.num_steps} drafting steps, kappa {cost}"
         if (speedup := known("speedup")) is not None:
             yield f"decoding {speedup:.2f}x plain, steps without a draft included"

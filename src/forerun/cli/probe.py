@@ -88,14 +88,13 @@ def probe_pair(
 def _load_and_probe(
     flags: ProbeFlags, draft: str, engine: EngineConfig, params: SamplingParams
 ) -> Evidence:
-    from forerun.doctor.probe.run import PairNames, evidence_of_misfit, load_probed, probe_engine
+    from forerun.doctor.probe.run import evidence_of_misfit, load_probed, probe_engine
     from forerun.measure.prompt_files import prompt_ids, read_prompts, shipped_prompts
 
-    names = PairNames(target=flags.target, draft=draft)
     entries = None if flags.prompts is None else read_prompts(flags.prompts)
     try:
         with SafeConsole(stderr=True).status("loading models"):
-            loaded = load_probed(names, engine)
+            loaded = load_probed(flags.target, draft, engine)
     except IncompatibleDraft as error:
         return evidence_of_misfit(error)
     tokenizer = loaded.engine.tokenizer

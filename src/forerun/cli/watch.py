@@ -48,10 +48,9 @@ class WatchFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
+class Watch(WatchFlags):
     """One watch of a source: an address, or a file that holds a page of metrics."""
 
-    flags: WatchFlags
     source: str
     interval_s: float
     key_variable: str | None
@@ -60,14 +59,14 @@ class Watch:
     def __post_init__(self) -> None:
         """Refuse unusable options before the first reading."""
         Range("--interval-s", 0, 3600, above_low=True).check(self.interval_s)
-        if self.flags.hook is not None and not is_url(self.flags.hook):
+        if self.hook is not None and not is_url(self.hook):
             raise InvalidRequest("--hook must be an address that begins with http:// or https://")
-        if self.flags.hook is not None:
+        if self.hook is not None:
             read_hook_header()
         if self.key_variable is not None and not is_url(self.source):
             raise InvalidRequest("--api-key-env is for a server; a file needs no key")
-        check_writable("--state", self.flags.state)
-        check_writable("--metrics-out", self.flags.metrics_out)
+        check_writable("--state", self.state)
+        check_writable("--metrics-out", self.metrics_out)
 
     @property
     def name(self) -> str:
@@ -90,16 +89,16 @@ def read_hook_header() -> dict[str, str]:
 
 def watch(options: Watch) -> int:
     """Read, report and remember until interrupted, or once."""
-    is_first = not options.flags.state.exists()
+    is_first = not options.state.exists()
     state = load_state(options)
-    if not options.flags.once:
+    if not options.once:
         _say(options, f"watching {options.name} every {options.interval_s:g} s")
     while True:
         found = _read_once(options, state)
-        if options.flags.once:
+        if options.once:
             if not found:
                 kept = "first reading, kept in" if is_first else "no change since the readings in"
-                _say(options, f"{kept} {options.flags.state}")
+                _say(options, f"{kept} {options.state}")
             is_alarm = any(each.kind == "alarm" and each.resolved_s is None for each in found)
             return Exit.PROBLEM if is_alarm else Exit.GOOD
         time.sleep(options.interval_s)
@@ -116,19 +115,19 @@ def load_state(options: Watch) -> WatchState:
     from forerun.bounded_read import ReadLimits, read_bytes
     from forerun.doctor.watch import WatchState
 
-    if not options.flags.state.exists():
+    if not options.state.exists():
         return WatchState(source=options.name)
-    data = read_bytes(options.flags.state, ReadLimits(max_bytes=1 << 24))
+    data = read_bytes(options.state, ReadLimits(max_bytes=1 << 24))
     try:
         state = msgspec.json.decode(data, type=WatchState)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InvalidRequest(
-            f"--state {options.flags.state} is no state of a watch: {error}; name another file"
+            f"--state {options.state} is no state of a watch: {error}; name another file"
         ) from error
     if state.source != options.name:
         of = printable(hide_urls(state.source), max_length=300)
         raise InvalidRequest(
-            f"--state {options.flags.state} is of {of}; name another file for {options.name}"
+            f"--state {options.state} is of {of}; name another file for {options.name}"
         )
     return state
 
@@ -141,14 +140,14 @@ def _read_once(options: Watch, state: WatchState) -> list[Incident]:
     try:
         found = observe(state, _read_metrics(options), time.time())
     except InvalidRequest as error:
-        if is_first or options.flags.once:
+        if is_first or options.once:
             raise
         state.num_failed += 1
         if state.num_failed == 1:
             _say(options, f"not read: {error}")
     for incident in found:
         _report(options, incident)
-    if options.flags.hook is not None:
+    if options.hook is not None:
         alarms = [write_message(options.name, each) for each in found if each.kind == "alarm"]
         state.unsent = [*state.unsent, *alarms][-MAX_UNSENT:]
     _save(options, state)
@@ -163,10 +162,10 @@ def _save(options: Watch, state: WatchState) -> None:
 
     from forerun.doctor.watch import watch_text
 
-    with atomic_write(options.flags.state, durable=False) as scratch:
+    with atomic_write(options.state, durable=False) as scratch:
         scratch.write_bytes(msgspec.json.encode(state))
-    if options.flags.metrics_out is not None:
-        with atomic_write(options.flags.metrics_out, durable=False) as scratch:
+    if options.metrics_out is not None:
+        with atomic_write(options.metrics_out, durable=False) as scratch:
             scratch.write_text(watch_text(state), encoding="utf-8")
 
 
@@ -210,7 +209,7 @@ def _send(options: Watch, state: WatchState) -> None:
     headers = read_hook_header()
     while state.unsent:
         try:
-            post_once(str(options.flags.hook), state.unsent[0], HOOK_TIMEOUT_S, headers)
+            post_once(str(options.hook), state.unsent[0], HOOK_TIMEOUT_S, headers)
         except ForerunError as error:
             _say(options, f"the hook did not take a message: {error}; it is sent again")
             return

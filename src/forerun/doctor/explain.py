@@ -7,29 +7,31 @@ a step that accepted n of K tokens would have accepted min(n, k) of k. Its time 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
+from forerun.doctor.readers.trace_totals import TraceTotals, read_totals
 from forerun.errors import InvalidTrace
 from forerun.terminal_text import printable
 from forerun.theory.acceptance import AcceptanceCounts
-from forerun.theory.cost import isotonic
+from forerun.theory.cost import CostLine
+from forerun.theory.figures import Seconds, merge_seconds
 from forerun.theory.record import RequestRecord, StepRecord
-from forerun.trace.files import Item, read_trace
+from forerun.trace.columns import pieces_of
+from forerun.trace.files import Item
 
 Outcome = Literal["accepted", "rejected", "not reached"]
 MOST_NAMED = 8
 """Requests that a message names of those in a trace."""
 MIN_PASSES = 3
-"""Passes of one number of rows whose median is used."""
-MAX_PASSES = 1000
+"""Least passes of one number of rows whose mean is used."""
+MOST_NODES = 1.25
+"""Most drafted tokens per depth: with more of them most drafts are trees, whose rows say less."""
 BATCHES = (1, 2, 4, 8)
 BAR_WIDTH = 24
 LENIENT = Path(__file__).parent / "tables" / "lenient.jsonl"
@@ -60,124 +62,123 @@ class Lesson:
     question: QuizQuestion | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """Counts and times of steps, from which the sections are written.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Times of a trace's steps, at its most frequent batch and at other K.
 
     Attributes:
-        passes: seconds of the target's passes by number of rows, those with prompts left out.
-        batches: cycles that drafted, by number of requests.
-        squares: sum of the squared differences between accepted and expected tokens.
+        rows: rows of all requests together of the passes that were measured, without prompts.
+        line: times of passes by these rows, and of draft and rest of a step.
+        cycle_s: mean time of a step that drafted.
+        depths: shares of drafts accepted through each position that half of the steps drafted.
     """
 
-    counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
-    passes: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    batches: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    draft_s: float = 0.0
-    other_s: float = 0.0
-    depth: int = 0
-    num_cycles: int = 0
-    expected: float = 0.0
-    squares: float = 0.0
-    num_trees: int = 0
-
-    def add(self, cycle: Sequence[StepRecord]) -> None:
-        """Count the steps of one cycle, whose times they share."""
-        first, drafting = cycle[0], [step for step in cycle if step.num_drafted]
-        if not first.num_prefill_rows and len(self.passes[first.batch_rows]) < MAX_PASSES:
-            self.passes[first.batch_rows].append(first.verify_s)
-        if not drafting:
-            return
-        self.batches[len(cycle)] += 1
-        self.num_cycles += 1
-        self.draft_s += first.draft_s
-        self.other_s += first.other_s
-        self.depth += max(step.depth_drafted for step in drafting)
-        for step in drafting:
-            self.counts.add(step.depth_drafted, step.num_accepted, num_drafted=step.num_drafted)
-            self.expected += step.expected_accepted
-            self.squares += (step.num_accepted - step.expected_accepted) ** 2
-            self.num_trees += step.num_drafted != step.depth_drafted
+    batch: int
+    rows: tuple[int, ...]
+    line: CostLine
+    cycle_s: float
+    depths: tuple[float, ...]
 
     @property
-    def has_chains(self) -> bool:
-        """Whether most drafts were chains; of trees, rows and depths differ."""
-        return 2 * self.num_trees < self.counts.num_steps
-
-    @property
-    def batch(self) -> int:
-        """The most frequent number of requests of a cycle that drafted."""
-        return max(self.batches, key=lambda size: self.batches[size])
-
-    def fit_curve(self) -> tuple[list[int], tuple[float, ...]]:
-        """Return numbers of rows that were measured, and their times, which do not fall."""
-        rows = sorted(n for n, times in self.passes.items() if len(times) >= MIN_PASSES)
-        return rows, isotonic([median(self.passes[n]) for n in rows])
-
-    def estimate_pass(self, num_rows: int) -> tuple[float, float]:
-        """Return the least and the most time of a pass: beyond the measured rows they differ."""
-        rows, times = self.fit_curve()
-        place = bisect_left(rows, num_rows)
-        if place == len(rows):
-            return times[-1], times[-1] * num_rows / rows[-1]
-        if place == 0 or rows[place] == num_rows:
-            return times[place], times[place]
-        (left, low), (right, high) = ((rows[n], times[n]) for n in (place - 1, place))
-        found = low + (high - low) * (num_rows - left) / (right - left)
-        return found, found
-
-    @property
-    def depths(self) -> tuple[float, ...]:
-        """Shares of drafts accepted through each position that half of the steps drafted."""
-        steps, drafted = self.counts.num_steps, self.counts.drafted_per_position
-        return self.counts.survival[: sum(2 * n >= steps for n in drafted)]
+    def kappa(self) -> float:
+        """Time of a step that drafted, in plain steps."""
+        return self.cycle_s / self.line.plain_s
 
     def estimate_step(self, k: int, batch: int, draft: float = 1.0) -> tuple[float, float]:
-        """Return the least and the most time of a step at K, with a draft of another cost."""
-        least, most = self.estimate_pass(batch * (k + 1))
-        each_s = draft * self.draft_s / self.depth
-        rest_s = k * each_s + self.other_s / self.num_cycles
+        """Return the least and the most time of a step at K, with a draft of another cost.
+
+        They differ beyond the measured rows, where a pass may take no longer or grow with its rows.
+        """
+        line, num_rows = self.line, batch * (k + 1)
+        rest_s = line.plain_s - line.verify(self.batch).s
+        if k:
+            rest_s = k * draft * line.draft_s + line.overhead(k).s
+        least, most = (line.verify(n).s for n in (min(num_rows, line.rows[-1]), num_rows))
         return least + rest_s, most + rest_s
 
 
-def measure_steps(items: Iterable[Item], request_id: str | None = None) -> Measured:
-    """Return the counts and times of a trace, or of one request of it."""
-    found, cycle = Measured(), list[StepRecord]()
-    for item in items:
-        if not isinstance(item, StepRecord) or item.request_id != (request_id or item.request_id):
-            continue
-        if cycle and (item.cycle_id, item.t_s) != (cycle[0].cycle_id, cycle[0].t_s):
-            found.add(cycle)
-            cycle = []
-        cycle.append(item)
-    if cycle:
-        found.add(cycle)
-    return found
+def measure_steps(items: Iterable[Item], request_id: str | None = None) -> TraceTotals:
+    """Return the totals of a trace, or of one request of it."""
+    totals = TraceTotals()
+    for piece in pieces_of(
+        item
+        for item in items
+        if request_id is None or getattr(item, "request_id", None) == request_id
+    ):
+        totals.add(piece)
+        if totals.limit:
+            break
+    return totals
 
 
-def write_lessons(found: Measured) -> Iterator[Lesson]:
+def mean_passes(totals: TraceTotals) -> dict[int, float]:
+    """Return the mean time of the target's passes by their rows, where there are several."""
+    passes: defaultdict[int, Seconds] = defaultdict(Seconds)
+    for (size, rows, _), times in totals.far.items():
+        passes[size * rows].include(times)
+    return {
+        rows: times.verify_s / times.num_cycles
+        for rows, times in sorted(passes.items())
+        if times.num_cycles >= MIN_PASSES
+    }
+
+
+def fit_costs(totals: TraceTotals) -> StepCosts | None:
+    """Return the costs of steps; None without plain steps, or where most drafts are trees."""
+    counts, drafting = totals.acceptance, totals.cycles.by_size("drafting")
+    passes = mean_passes(totals)
+    depth = sum(depth * n for (depth, _), n in counts.steps.items())
+    if not drafting or len(passes) < 2 or counts.num_drafted > MOST_NODES * depth:
+        return None
+    batch = max(drafting, key=lambda size: drafting[size].num_cycles)
+    if not min(passes) <= batch < max(passes):
+        return None
+    times = merge_seconds(drafting.values())
+    other_s, used = times.other_s / times.num_cycles, drafting[batch]
+    measured = {1: passes[min(passes)]} | passes
+    line = CostLine(
+        rows=tuple(measured),
+        verify_s=tuple(measured.values()),
+        plain_s=1.0,
+        draft_s=times.draft_s / times.num_cycles / (depth / counts.num_steps),
+        overhead_s=(other_s,),
+    )
+    plain_s = totals.cycles.plain_step_s.get(batch, line.verify(batch).s + other_s)
+    return StepCosts(
+        batch=batch,
+        rows=tuple(passes),
+        line=replace(line, plain_s=plain_s),
+        cycle_s=used.total_s / used.num_cycles,
+        depths=find_depths(totals.acceptance),
+    )
+
+
+def find_depths(counts: AcceptanceCounts) -> tuple[float, ...]:
+    """Return the shares accepted through each position that half of the steps drafted."""
+    num_deep = sum(2 * n >= counts.num_steps for n in counts.drafted_per_position)
+    return counts.survival[:num_deep]
+
+
+def write_lessons(totals: TraceTotals) -> Iterator[Lesson]:
     """Yield what the steps teach; a section whose figures are not in the trace is left out."""
-    if not found.num_cycles:
+    counts, costs = totals.acceptance, fit_costs(totals)
+    if not counts.num_drafted:
         return
-    rows, _ = found.fit_curve()
-    # Without plain steps, nothing is known of the cost of a draft.
-    has_costs = len(rows) > 1 and rows[0] <= found.batch < rows[-1] and found.has_chains
-    if has_costs:
-        yield _explain_passes(found)
-    yield _explain_positions(found)
-    if has_costs:
-        table = {k: _estimate_token(found, k) for k in range(len(found.depths) + 1)}
-        yield _explain_rejections(found)
-        yield _explain_alternatives(found, table)
-    yield _explain_calibration(found)
+    if costs is not None:
+        yield _explain_passes(costs)
+    yield _explain_positions(counts)
+    if costs is not None:
+        yield _explain_rejections(counts, costs)
+        yield _explain_alternatives(counts, costs)
+    yield _explain_calibration(totals)
 
 
-def _explain_passes(found: Measured) -> Lesson:
-    rows, times = found.fit_curve()
-    one, most = found.batch, rows[-1]
-    one_s, most_s = found.estimate_pass(one)[0], times[-1]
+def _explain_passes(costs: StepCosts) -> Lesson:
+    one, most = costs.batch, costs.rows[-1]
+    one_s, most_s = costs.line.verify(one).s, costs.line.verify(most).s
     lines = [f"{'rows':>6} {'ms':>8} {'of ' + str(one):>6}"]
-    for n, seconds in zip(rows, times, strict=True):
+    for n in costs.rows:
+        seconds = costs.line.verify(n).s
         bar = "█" * max(1, round(BAR_WIDTH * seconds / most_s))
         lines.append(f"{n:>6} {1e3 * seconds:>8.2f} {seconds / one_s:>6.2f} {bar}")
     ratio = most_s / one_s
@@ -202,9 +203,8 @@ def _explain_passes(found: Measured) -> Lesson:
     )
 
 
-def _explain_positions(found: Measured) -> Lesson:
-    counts = found.counts
-    tau = counts.acceptance_length or 1.0
+def _explain_positions(counts: AcceptanceCounts) -> Lesson:
+    tau, depths = counts.acceptance_length or 1.0, find_depths(counts)
     lines = [f"{'position':>8} {'reached':>8} {'kept':>6} {'of all':>7}"]
     figures = zip(
         counts.reached_per_position, counts.conditional_acceptance, counts.survival, strict=True
@@ -212,41 +212,38 @@ def _explain_positions(found: Measured) -> Lesson:
     for place, (reached, kept, survival) in enumerate(figures, start=1):
         bar = "█" * round(BAR_WIDTH * survival)
         lines.append(f"{place:>8} {reached:>8} {kept:>6.0%} {survival:>7.0%} {bar}")
-    falls = [
-        1.0 - after for _, after in zip(found.depths, counts.conditional_acceptance, strict=False)
-    ]
+    falls = [1.0 - after for _, after in zip(depths, counts.conditional_acceptance, strict=False)]
     cliff = falls.index(max(falls)) + 1
     lines += [
         "",
         f"A step emits {tau:.2f} tokens (tau): 1 of the target, and as many as the shares of all "
         f"add up to. A token counts only where all before it were kept. The cliff is at position "
         f"{cliff}: of the drafts that get there, {1.0 - max(falls):.0%} survive it. With a longer "
-        f"draft {found.depths[cliff - 1]:.0%} of the steps, or fewer, gain, and all pay for it.",
+        f"draft {depths[cliff - 1]:.0%} of the steps, or fewer, gain, and all pay for it.",
     ]
-    product = list(accumulate(counts.conditional_acceptance, mul))[len(found.depths) - 1]
+    product = list(accumulate(counts.conditional_acceptance, mul))[len(depths) - 1]
     return Lesson(
         heading="How far drafts are kept",
         lines=tuple(lines),
         question=_ask(
             f"Of the drafts, {counts.survival[0]:.0%} keep token 1. How many keep token "
-            f"{len(found.depths)}?",
+            f"{len(depths)}?",
             f"{product:.0%}",
-            [f"{counts.survival[0]:.0%}", f"{counts.survival[0] / len(found.depths):.0%}"],
+            [f"{counts.survival[0]:.0%}", f"{counts.survival[0] / len(depths):.0%}"],
         )
-        if len(found.depths) > 1
+        if len(depths) > 1
         else None,
     )
 
 
-def _explain_rejections(found: Measured) -> Lesson:
-    k, batch = len(found.depths), found.batch
-    step_s, plain_s = found.estimate_step(k, batch)[0], found.estimate_step(0, batch)[0]
-    kappa, steps = step_s / plain_s, found.counts.num_steps
-    few = {n: sum(c for (_, a), c in found.counts.steps.items() if a == n) for n in (0, 1)}
+def _explain_rejections(counts: AcceptanceCounts, costs: StepCosts) -> Lesson:
+    k, kappa, steps = len(costs.depths), costs.kappa, counts.num_steps
+    step_s, plain_s = costs.cycle_s, costs.line.plain_s
+    few = {n: sum(c for (_, a), c in counts.steps.items() if a == n) for n in (0, 1)}
     lines = [
         f"{few[0] / steps:.0%} of the steps that drafted kept nothing, "
-        f"{few[1] / steps:.0%} one token. A step at K = {k} takes {_ms(step_s)}, {kappa:.2f} plain "
-        "steps (kappa), however many are kept. All rows are verified at once, but "
+        f"{few[1] / steps:.0%} one token. A step that drafts takes {_ms(step_s)}, {kappa:.2f} "
+        "plain steps (kappa), however many are kept. All rows are verified at once, but "
         "accepted in order: what stands behind the first rejection is thrown away.",
         f"Were every step to keep nothing, a token would take {_ms(step_s)} in place of "
         f"{_ms(plain_s)}: {1.0 / kappa:.2f} times the plain rate. With 1 token kept it is "
@@ -266,42 +263,40 @@ def _explain_rejections(found: Measured) -> Lesson:
     )
 
 
-def _estimate_token(found: Measured, k: int) -> tuple[float, float, float]:
-    """Return tokens per step, and seconds of a step and per token, at another K."""
-    tokens, step_s = 1.0 + sum(found.depths[:k]), found.estimate_step(k, found.batch)[0]
-    return tokens, step_s, step_s / tokens
-
-
-def _explain_alternatives(found: Measured, table: dict[int, tuple[float, float, float]]) -> Lesson:
+def _explain_alternatives(counts: AcceptanceCounts, costs: StepCosts) -> Lesson:
+    table: dict[int, tuple[float, float, float]] = {}
+    for k in range(len(costs.depths) + 1):
+        tokens, step_s = 1.0 + sum(costs.depths[:k]), costs.estimate_step(k, costs.batch)[0]
+        table[k] = tokens, step_s, step_s / tokens
     best = min(table, key=lambda k: table[k][2])
-    exact = min((depth for depth, _ in found.counts.steps), default=0)
-    how = "" if exact >= len(found.depths) else f" up to K = {exact}, estimated beyond"
+    exact = min((depth for depth, _ in counts.steps), default=0)
+    how = "" if exact >= len(costs.depths) else f" up to K = {exact}, estimated beyond"
     lines = [f"Another K, all else equal (times are estimated; tokens are exact{how}):"]
     for k, (tokens, step_s, token_s) in table.items():
         mark = "  <- best" if k == best else ""
         each = f"{_ms(step_s)} per step, {_ms(token_s)} per token"
         lines.append(f"  K = {k}: {tokens:.2f} tokens per step, {each}{mark}")
-    k = best or len(found.depths)
-    most = found.fit_curve()[0][-1]
+    k = best or len(costs.depths)
+    most = costs.rows[-1]
     lines.append(f"Another batch at K = {k}; passes of up to {most} rows were measured:")
     for batch in BATCHES:
-        tokens, (low, high) = table[k][0], found.estimate_step(k, batch)
-        plain_low, plain_high = found.estimate_step(0, batch)
+        tokens, (low, high) = table[k][0], costs.estimate_step(k, batch)
+        plain_low, plain_high = costs.estimate_step(0, batch)
         ends = sorted({f"{tokens * plain_low / high:.2f}", f"{tokens * plain_high / low:.2f}"})
         rows = f"{_count(batch, 'request')}: {batch * (k + 1)} rows"
         lines.append(f"  {rows}, {' to '.join(ends)} times plain")
     plain_s, (tokens, step_s, _) = table[0][1], table[k]
-    kept = found.counts.conditional_acceptance[:k]
+    kept = counts.conditional_acceptance[:k]
     better = 1.0 + sum(accumulate((1.0 - (1.0 - share) / 2 for share in kept), mul))
     worse = 1.0 + sum(accumulate((share / 2 for share in kept), mul))
-    half_s = found.estimate_step(k, found.batch, draft=0.5)[0]
+    half_s = costs.estimate_step(k, costs.batch, draft=0.5)[0]
     lines += [
         f"Another draft at K = {k}; this one gives {tokens * plain_s / step_s:.2f} times plain:",
         f"  half the cost: {tokens * plain_s / half_s:.2f}",
         f"  half as many rejections at every position: {better * plain_s / step_s:.2f}",
         f"  kept half as often at every position: {worse * plain_s / step_s:.2f}",
     ]
-    others = [n for n in (len(found.depths), 1, 0, 2) if n != best]
+    others = [n for n in (len(costs.depths), 1, 0, 2) if n != best]
     return Lesson(
         heading="What would have happened otherwise",
         lines=tuple(lines),
@@ -313,13 +308,14 @@ def _explain_alternatives(found: Measured, table: dict[int, tuple[float, float, 
     )
 
 
-def _explain_calibration(found: Measured) -> Lesson:
-    other = measure_steps(read_trace(LENIENT))
+def _explain_calibration(totals: TraceTotals) -> Lesson:
+    other = read_totals(LENIENT)
     lines = [f"{'':>22} {'accepted':>9} {'expected':>9} {'tau':>6} {'z':>6}"]
-    for name, each in (("this trace", found), ("a lenient verifier", other)):
-        accepted, tau = each.counts.num_accepted, each.counts.acceptance_length or 1.0
-        z = (accepted - each.expected) / math.sqrt(each.squares) if each.squares else 0.0
-        lines.append(f"{name:>22} {accepted:>9} {each.expected:>9.1f} {tau:>6.2f} {z:>6.1f}")
+    for name, each in (("this trace", totals), ("a lenient verifier", other)):
+        accepted, expected = each.acceptance.num_accepted, each.expected_accepted
+        tau = each.acceptance.acceptance_length or 1.0
+        z = (accepted - expected) / math.sqrt(each.squares) if each.squares else 0.0
+        lines.append(f"{name:>22} {accepted:>9} {expected:>9.1f} {tau:>6.2f} {z:>6.1f}")
     lines += [
         "",
         "An exact verifier keeps a token with a probability that p and q decide, so that the text "
@@ -330,14 +326,16 @@ def _explain_calibration(found: Measured) -> Lesson:
         "fault, and a small one takes more steps to see. Steps at temperature 0 say little. "
         "To test a server without a trace: `forerun audit`.",
     ]
-    kept, wrong = other.counts.num_accepted, other.expected
-    mine = f"{found.counts.num_accepted} accepted, {found.expected:.0f} expected"
+    right, mine = (
+        f"{each.acceptance.num_accepted} accepted, {each.expected_accepted:.0f} expected"
+        for each in (other, totals)
+    )
     return Lesson(
         heading="Whether the text is still the target's",
         lines=tuple(lines),
         question=_ask(
             "Two runs. Which verifier changes the text?",
-            f"{kept} accepted, {wrong:.0f} expected",
+            right,
             [mine, "neither: a high acceptance is good"],
         ),
     )
@@ -356,7 +354,6 @@ class ExplainedRequest:
     """Records of one request."""
 
     request_id: str
-    request: RequestRecord | None
     steps: tuple[StepRecord, ...]
 
     @property
@@ -383,24 +380,20 @@ def explain_request(items: Iterable[Item], request_id: str | None = None) -> Exp
     """
     steps: list[StepRecord] = []
     known: dict[str, None] = {}  # the first few, for the message
-    request: RequestRecord | None = None
     for item in items:
         if not isinstance(item, StepRecord | RequestRecord):
             continue
         if len(known) < MOST_NAMED:
             known[printable(item.request_id, max_length=80)] = None
         request_id = request_id or item.request_id
-        if item.request_id == request_id:
-            if isinstance(item, StepRecord):
-                steps.append(item)
-            else:
-                request = item
+        if item.request_id == request_id and isinstance(item, StepRecord):
+            steps.append(item)
     if not steps:
         there = ", ".join(known) or "none"
         wanted = "any request" if request_id is None else f"request {request_id!r:.80}"
         raise InvalidTrace(f"the trace has no steps of {wanted}; there are: {there}")
     steps.sort(key=lambda step: (step.cycle_id, step.step))
-    return ExplainedRequest(request_id=str(request_id), request=request, steps=tuple(steps))
+    return ExplainedRequest(request_id=str(request_id), steps=tuple(steps))
 
 
 def step_in_words(step: StepRecord, decode: Decode | None = None) -> list[str]:

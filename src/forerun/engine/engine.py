@@ -51,6 +51,7 @@ from forerun.engine.step import Stepper
 from forerun.errors import EngineBusy, EngineStopped, InvalidRequest, NumericalError
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import ModelFiles
+from forerun.models.memory import return_freed_memory
 from forerun.models.tokenizers import Tokenizer
 from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("forerun.loading")
 
 SIGINT = int(signal.SIGINT)
+STEPS_BETWEEN_RETURNS = 128
+"""Freed memory is returned to the system at the end of a request after so many steps."""
 
 
 class EngineGuard:
@@ -197,6 +200,7 @@ class Engine:
         self._num_requests = 0
         self._num_sequences = 0
         self._next_deadline_s = math.inf
+        self._next_return = STEPS_BETWEEN_RETURNS
         self._damage: BaseException | None = None
         check_features(self.stepper.feature_layers, target)
 
@@ -493,6 +497,9 @@ class Engine:
             running = self.scheduler.running
             for sequence in self.scheduler.drop_finished():
                 self.stepper.release(sequence)
+                if self.stepper.cycle_id >= self._next_return:
+                    return_freed_memory()
+                    self._next_return = self.stepper.cycle_id + STEPS_BETWEEN_RETURNS
             self._emit([s for s in running if s.num_output > s.num_streamed])
 
     def _emit(self, gained: Seq[Sequence]) -> None:

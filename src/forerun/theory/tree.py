@@ -140,16 +140,6 @@ def ranked_nodes(survival: Sequence[Sequence[float]]) -> list[Node]:
     )
 
 
-def depths_within(survival: Sequence[Sequence[float]], num_nodes: int) -> list[int]:
-    """Return the K per request with the most expected accepted tokens from `num_nodes` nodes."""
-    if num_nodes < 0:
-        raise ValueError(f"num_nodes is {num_nodes}; it must be 0 or more")
-    depths = [0] * len(survival)
-    for _, _, index in ranked_nodes(survival)[:num_nodes]:
-        depths[index] += 1
-    return depths
-
-
 def tree_survival(
     first: Sequence[float], later: Sequence[float], *, depth: int, num_nodes: int
 ) -> list[float]:

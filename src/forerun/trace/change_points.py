@@ -44,6 +44,9 @@ MAX_WATCHED = 8
 """Positions whose acceptance is watched."""
 WINDOW_S = 1800.0
 """Seconds after an incident: changes that begin before belong to it, on half of the evidence."""
+_EXPLAINED = 1.1
+"""Rise of a time, relative to that of steps per token, up to which fewer accepted tokens explain
+it: the levels of both are estimates."""
 MAX_INCIDENTS = 100
 Kind = Literal["alarm", "note", "possible"]
 _POSITION = "acceptance at position "
@@ -383,7 +386,11 @@ class Watcher(Struct, kw_only=True):
             change = cusum.describe(name, at_s)
             if not cusum.accept():
                 returned.append(name)
-            elif current := alarm or self._find_current(change.kind, change.started_s):
+            elif current := (
+                alarm
+                or self._find_current(change.kind, change.started_s)
+                or self._find_cause(change)
+            ):
                 current.changes.append(change)
             else:
                 begun += self._open(change.kind, [change], at_s)
@@ -394,6 +401,22 @@ class Watcher(Struct, kw_only=True):
         for incident in reversed(self.incidents):
             if incident.kind == kind and started_s <= incident.noticed_s + WINDOW_S:
                 return incident
+        return None
+
+    def _find_cause(self, change: ChangePoint) -> Incident | None:
+        """Return the open fall of acceptance that explains a longer time.
+
+        The time per token is that of a step over the tokens of a step, which are one and the
+        accepted ones.
+        """
+        if not change.is_worse or self.series[change.series].worse <= 0:
+            return None
+        for incident in self.incidents:
+            falls = [each for each in incident.changes if each.series.startswith(_POSITION)]
+            if incident.kind == "alarm" and incident.resolved_s is None and falls:
+                before, now = (1 + sum(f.before for f in falls), 1 + sum(f.now for f in falls))
+                if change.now / change.before <= _EXPLAINED * before / now:
+                    return incident
         return None
 
     def _open(self, kind: Kind, changes: list[ChangePoint], at_s: float) -> list[Incident]:

@@ -11,7 +11,6 @@ from tests.unit.measure.judge.judgements import figures, judged
 from forerun.align.results import DraftSelector, Judgement
 from forerun.align.workspace import Workspace
 from forerun.drafters.base import Drafter
-from forerun.errors import InvalidModel
 from forerun.measure.judge import DraftFigures, Judge
 
 
@@ -91,13 +90,3 @@ def test_predicted_speedup_decides_before_tau() -> None:
         for tau, speedup in ((4.0, 0.9), (3.0, 1.1))
     )
     assert fast.worth > long.worth
-
-
-def test_a_snapshot_that_changed_after_it_was_judged_is_not_kept(tmp_path: Path) -> None:
-    found, judge = selector(tmp_path, 1, 3)
-    found.consider(0)
-    found.consider(1)
-    (found.workspace.snapshot(1) / "weights").write_text("3 and other weights")
-    with pytest.raises(InvalidModel, match="are not those that were judged"):
-        DraftSelector(found.workspace, judge, 2).consider(1)
-    assert (tmp_path / "draft" / "weights").read_text() == "3 and more"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from statistics import median
+from statistics import fmean
 
 import pytest
 from msgspec.structs import replace
@@ -14,6 +14,7 @@ from forerun.cli.main import main
 from forerun.doctor.explain import (
     LENIENT,
     explain_request,
+    fit_costs,
     in_words,
     measure_steps,
     outcomes_of,
@@ -21,6 +22,7 @@ from forerun.doctor.explain import (
 )
 from forerun.errors import InvalidTrace
 from forerun.models.checkpoint import ModelFiles
+from forerun.trace import files
 from forerun.trace.files import open_trace, read_trace
 
 ACCEPTED = (2, 4, 0, 1, 4, 3)
@@ -48,7 +50,6 @@ def found():
 
 def test_the_steps_of_one_request_are_taken_in_order():
     assert [step.step for step in found().steps] == [0, 1, 2, 3, 4, 5]
-    assert found().request == REQUEST
     assert explain_request([OTHER, *STEPS]).request_id == "other"
 
 
@@ -84,14 +85,18 @@ def test_probabilities_say_why_a_token_was_kept(rule):
         assert line.endswith(expected)
 
 
-def measured(steps=STEPS):
-    """The steps, and for each a plain one, whose pass takes 4 ms."""
+def after(steps):
+    """For each of the steps a plain one, whose pass takes 4 ms."""
     zeros = {"num_drafted": 0, "depth_drafted": 0, "num_accepted": 0, "draft_s": 0.0}
-    after = [
+    return [
         replace(s, **zeros, cycle_id=100 + n, num_emitted=1, batch_rows=1, verify_s=0.004)
         for n, s in enumerate(steps)
     ]
-    return measure_steps([HEADER, *steps, *after])
+
+
+def measured(steps=STEPS):
+    """The steps and as many plain ones."""
+    return measure_steps([HEADER, *steps, *after(steps)])
 
 
 def sections(found):
@@ -102,15 +107,15 @@ OTHERWISE = "What would have happened otherwise"
 
 
 def test_another_k_counts_what_it_would_have_accepted():
-    found = measured()
+    found = fit_costs(measured())
     for k in range(5):
         tokens = 1.0 + sum(found.depths[:k])
         assert tokens == pytest.approx(sum(min(a, k) + 1 for a in ACCEPTED) / 6)
-        low, high = 0.004, median(step.verify_s for step in STEPS)
+        low, high = 0.004, fmean(step.verify_s for step in STEPS)
         pass_s = low + (high - low) * k / 4  # linear between the measured numbers of rows
         drafted_s = k * sum(step.draft_s for step in STEPS) / 24
         assert found.estimate_step(k, 1)[0] == pytest.approx(drafted_s + pass_s + 0.0005)
-    text = "\n".join(sections(found)[OTHERWISE].lines)
+    text = "\n".join(sections(measured())[OTHERWISE].lines)
     assert "tokens are exact):" in text and text.count("<- best") == 1
 
 
@@ -119,20 +124,21 @@ def test_another_k_beyond_the_shortest_draft_is_estimated_from_the_steps_that_dr
     short = [replace(s, num_drafted=1, depth_drafted=1, num_accepted=1) for s in STEPS[:2]]
     short = [replace(s, cycle_id=20 + n) for n, s in enumerate(short)]
     long = replace(STEPS[0], cycle_id=30, num_drafted=5, depth_drafted=5, num_accepted=5)
-    found = measured([*STEPS, *short, long])
+    totals = measured([*STEPS, *short, long])
+    found = fit_costs(totals)
     first, second = 8 / 9, 5 / 6  # the steps that drafted two and accepted the first: 2 4 4 3 1, 5
     assert found.depths[:2] == pytest.approx([first, first * second])
     assert len(found.depths) == 4  # 5 was drafted once
-    text = "\n".join(sections(found)[OTHERWISE].lines)
+    text = "\n".join(sections(totals)[OTHERWISE].lines)
     assert "tokens are exact up to K = 1, estimated beyond" in text
 
 
 def test_passes_beyond_the_measured_rows_have_bounds():
-    found = measured()
-    rows, times = found.fit_curve()
-    assert rows == [1, 5] and times[0] == 0.004
-    assert found.estimate_pass(10) == pytest.approx((times[1], 2 * times[1]))
-    assert found.estimate_pass(3)[0] == pytest.approx((times[0] + times[1]) / 2)
+    found = fit_costs(measured())
+    few, many = found.line.verify_s
+    assert found.rows == (1, 5) and few == pytest.approx(0.004)
+    assert found.estimate_step(0, 10) == pytest.approx((many + 0.0005, 2 * many + 0.0005))
+    assert found.estimate_step(0, 3)[0] == pytest.approx((few + many) / 2 + 0.0005)
 
 
 def test_every_section_asks_what_its_figures_answer():
@@ -149,7 +155,35 @@ def test_every_section_asks_what_its_figures_answer():
 
 def test_the_verifier_that_is_shown_keeps_too_much():
     found = measure_steps(read_trace(LENIENT))
-    assert found.counts.num_accepted > found.expected + 4.0 * math.sqrt(found.squares)
+    excess = found.acceptance.num_accepted - found.expected_accepted
+    assert excess > 4.0 * math.sqrt(found.squares)
+
+
+def test_kappa_is_one_figure_in_the_header_and_in_the_sections(tmp_path, capsys):
+    """A few plain steps are enough for both, or for neither."""
+    path = tmp_path / "trace.jsonl"
+    for plain_steps in (5, 0):
+        with open_trace(path) as writer:
+            for record in (HEADER, *STEPS, *after(STEPS[:plain_steps]), REQUEST):
+                writer.add(record)
+        assert main(["explain", str(path)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        if plain_steps:
+            step_s = fmean(s.draft_s + s.verify_s + s.other_s for s in STEPS)
+            kappa = step_s / 0.0045
+            assert f"kappa {kappa:.3f}, so" in text and f"{kappa:.2f} plain steps (kappa)" in text
+        else:
+            assert "kappa unknown" in text and "(kappa)" not in text
+
+
+def test_a_trace_is_read_once(tmp_path, capsys, monkeypatch):
+    path, reads = tmp_path / "trace.jsonl", []
+    with open_trace(path) as writer:
+        for record in (HEADER, *STEPS, REQUEST):
+            writer.add(record)
+    monkeypatch.setattr(files, "read_trace", lambda path: reads.append(path) or read_trace(path))
+    assert main(["explain", str(path)]) == 0
+    assert reads == [path]
 
 
 def test_what_is_not_in_the_trace_is_left_out():

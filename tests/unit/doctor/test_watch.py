@@ -175,6 +175,18 @@ def test_changes_soon_after_an_alarm_belong_to_it():
     assert [change.series for each in later for change in each.changes] == [TIME_PER_TOKEN]
 
 
+@pytest.mark.parametrize(("tpot_s", "num_alarms"), [(0.028, 1), (0.05, 2)])
+def test_a_longer_time_that_fewer_accepted_tokens_explain_is_no_second_alarm(tpot_s, num_alarms):
+    """Acceptance of .74 gives 2.7 tokens per step, and .47 gives 1.8: a time grows by a half."""
+    state, server = WatchState(source="s"), Server()
+    watched(state, server, 100, acceptance=0.74)
+    found = watched(state, server, 20, 2e9, acceptance=0.47)
+    found += watched(state, server, 20, 2e9 + 9000, acceptance=0.47, tpot_s=tpot_s)
+    assert len(alarms(found)) == state.watcher.num_alarms == num_alarms
+    assert TIME_PER_TOKEN in {change.series for each in found for change in each.changes}
+    assert watched(state, server, 40, 2e9 + 20_000, acceptance=0.74)[-1].resolved_s is not None
+
+
 def waves(number):
     """Running requests and seconds per token of a server with waves of load."""
     running = round(20 + 18 * math.sin(number / 25))

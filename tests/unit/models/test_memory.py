@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import psutil
 import pytest
 import torch
@@ -86,3 +88,14 @@ def test_when_no_context_fits_other_remedies_are_named(available):
 )
 def test_readable(num_bytes, text):
     assert memory.readable(num_bytes) == text
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc has it")
+def test_freed_memory_goes_back_to_the_system():
+    blocks = [torch.ones(3000) for _ in range(4000)]  # below the size that is mapped on its own
+    small = blocks[::40]  # what stays between the holes
+    full = psutil.Process().memory_info().rss
+    del blocks
+    memory.return_freed_memory()
+    assert full - psutil.Process().memory_info().rss > 30e6
+    assert len(small) == 100

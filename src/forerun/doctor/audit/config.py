@@ -92,8 +92,8 @@ class Kind:
 
 
 KINDS = (
-    Kind(name="sampled", share=0.34),
-    Kind(name="filtered", share=0.12, temperature=0.8, top_p=0.9),
+    Kind(name="sampled", share=0.32),
+    Kind(name="filtered", share=0.11, temperature=0.8, top_p=0.9),
     Kind(name="penalised", share=0.1, frequency_penalty=1.0),
     Kind(name="greedy", share=0.1, temperature=0.0),
     Kind(name="top_k", share=0.06, temperature=1.2, top_k=8),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from forerun.client.door import Transport
 from forerun.client.urls import shown_url
 from forerun.doctor.audit.config import Kind
 from forerun.doctor.audit.records import HIGHEST, LOWEST, AuditAnswer, Question
+from forerun.doctor.readers.prometheus import read_page
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.measure.bench.endpoint import NEUTRAL_FIELDS
 
@@ -25,6 +25,8 @@ NUM_TOP = 20
 _PLACES_APART = 12
 """Distance of the tokens of an answer that are scored where each takes a request."""
 _METRICS_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 120.0
+"""Most time for a whole answer, or for the next event of a stream."""
 MOST_REQUESTS = len(ID_FLAGS)
 """Requests that one question can take: a strict server refuses flags that it does not know."""
 
@@ -85,7 +87,13 @@ class HttpEndpoint:
             if config is not None:
                 # A further try is a request of its own, which the limits count.
                 self._clients[arm] = Client(
-                    replace(config, num_tries=1, max_connections=num_clients), transport
+                    replace(
+                        config,
+                        num_tries=1,
+                        max_connections=num_clients,
+                        timeout_s=min(config.timeout_s, _ANSWER_TIMEOUT_S),
+                    ),
+                    transport,
                 )
         try:
             self._cards = {arm: client.find_model() for arm, client in self._clients.items()}
@@ -110,7 +118,7 @@ class HttpEndpoint:
         found = [*self._executor.map(lambda q: self._answer(q, kinds[q.kind]), questions)]
         after = self._drafted_in_all()
         if drafted is not None and after is not None:  # its counter does not tell answers apart
-            each = (after - drafted) // len(found)
+            each = max(0, after - drafted) // len(found)  # a server may begin afresh
             found = [
                 a if a.num_drafted is not None else msgspec.structs.replace(a, num_drafted=each)
                 for a in found
@@ -139,10 +147,8 @@ class HttpEndpoint:
             )
         except (InvalidRequest, ServerUnavailable):
             return None
-        counts = re.findall(
-            rb"^vllm:spec_decode_num_draft_tokens_total\S* ([0-9.e+]+)$", page, re.M
-        )
-        return int(sum(map(float, counts)))
+        totals = read_page(page.decode("utf-8", "replace")).metrics.totals
+        return int(totals.get("vllm:spec_decode_num_draft_tokens", 0.0))
 
     def _answer(self, question: Question, kind: Kind) -> AuditAnswer:
         arm = question.arm if question.arm in self._clients else "served"

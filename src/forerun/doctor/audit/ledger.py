@@ -17,6 +17,8 @@ from forerun.doctor.audit.readings import ExpectedRows, TokenReading, read_sampl
 from forerun.doctor.audit.records import Arm, AuditAnswer, Question
 from forerun.doctor.audit.reference import Reference
 
+FEW, SIGMAS = 30, 3.0
+"""Least values whose mean is judged, and standard errors from which on it is clear of another."""
 _SHARES = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3])[:, None]
 """Stakes that are bet in parallel, as shares of the largest one that cannot lose everything."""
 
@@ -47,7 +49,12 @@ class Moments:
     @property
     def error(self) -> float:
         """Standard error of the mean; the last term is for rates of 0 or 1 in the sample."""
-        return self.spread / math.sqrt(self.num) + 1.0 / (2 * self.num)
+        return self.spread / math.sqrt(self.num) + 1.0 / (2 * self.num) if self.num else math.inf
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the mean of enough values is not zero, beyond chance."""
+        return self.num >= FEW and abs(self.mean) > SIGMAS * self.spread / math.sqrt(self.num)
 
 
 class Bet:
@@ -106,24 +113,12 @@ def _log_mean_exp(logs: Float[ndarray, " n"]) -> float:
 
 _WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Shares of the tokens that a fault may concern; the likeliest counts."""
-ONE_SIDED = frozenset(
-    {
-        "copied",
-        "excluded",
-        "not_best",
-        "grammar",
-        "repeats",
-        "draft",
-        "ending",
-        "text",
-        "excluded_by_far",
-    }
-)
+PER_ANSWER = frozenset({"copied", "grammar", "ending", "text"})
+"""Directions that compare an answer, and bound no distribution of a token."""
+ONE_SIDED = PER_ANSWER | {"excluded", "excluded_by_far", "not_best", "repeats", "draft"}
 """Directions that a fault moves up; the others may move either way."""
 _TOLERANCES = {"excluded": 0.05, "excluded_by_far": 0.02, "grammar": 0.005, "text": 5.0}
 """Of directions that rounding moves less, or more, as shares of the tolerance."""
-_PER_ANSWER = frozenset({"copied", "grammar", "ending", "text"})
-"""Directions that compare an answer, and bound no distribution of a token."""
 EVERYTHING = "all"
 _SLOTS = 32
 """Bets of one group, of which some may never be made: directions, up and down."""
@@ -145,16 +140,6 @@ class Deviation:
     low: float
     high: float
     log_e: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceDeviation:
-    """Deviation of one direction at one place, with its standard error."""
-
-    place: int
-    num_tokens: int
-    mean: float
-    error: float
 
 
 @dataclass(slots=True)
@@ -322,33 +307,25 @@ class Ledger:
         found: dict[str, float] = {}
         for item in self.deviations("served"):
             is_known = 2 * item.num_tokens > self.arms["served"].num_tokens[item.group]
-            if item.direction not in _PER_ANSWER and (is_known or item.direction != "ends"):
+            if item.direction not in PER_ANSWER and (is_known or item.direction != "ends"):
                 found[item.group] = max(found.get(item.group, 0.0), -item.low, item.high)
         return found
 
     def by_place(
         self, group: str, direction: str, *, in_step: bool, most: int = 16
-    ) -> list[PlaceDeviation]:
+    ) -> dict[int, Moments]:
         """Return the deviation by position in the answer, or by position within a step's tokens."""
-        parts: dict[int, list[float]] = defaultdict(list)
+        found: defaultdict[int, Moments] = defaultdict(Moments)
         for reading in self.arms["served"].readings:
             members = dict(reading.members()).get(group)
             if direction not in reading.values or members is None:
                 continue
             values, expected = reading.values[direction]
-            places = (reading.offsets if in_step else reading.indices)[members]
-            for place, moved in zip(places.tolist(), (values - expected)[members], strict=True):
-                if place < most and moved == moved:
-                    parts[place].append(moved)
-        return [
-            PlaceDeviation(
-                place=place,
-                num_tokens=len(moved),
-                mean=float(np.mean(moved)),
-                error=float(np.std(moved)) / max(1.0, len(moved)) ** 0.5,
-            )
-            for place, moved in sorted(parts.items())
-        ]
+            places, moved = reading.offsets if in_step else reading.indices, values - expected
+            members = members & (places < most) & ~np.isnan(moved)
+            for place in np.unique(places[members]).tolist():
+                found[place].add(moved[members & (places == place)])
+        return dict(sorted(found.items()))
 
     def likelihoods(self, group: str) -> dict[str, float]:
         """Return how much likelier the served text is under every alternative, as logarithms.

@@ -32,6 +32,10 @@ _MOST_SUM = 1.001
 class Reference(Protocol):
     """Interface of a source of the distributions that the server's tokens should follow."""
 
+    def judges(self, kind: Kind) -> bool:
+        """Whether the distributions of such requests are known, for most tokens."""
+        ...
+
     def rows(self, question: Question, answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
         """Return the expected distribution of every token of an answer; None if it is not known."""
         ...
@@ -45,7 +49,7 @@ class ReportedLogprobs:
     """Expected distributions from log-probabilities that a server reports.
 
     They are those of the most likely tokens before any parameter. Where what the parameters leave
-    is among them, the distribution is known.
+    is among them, the distribution is known: top-k of fewer tokens, and min-p of peaked rows.
     """
 
     def __init__(self) -> None:
@@ -56,12 +60,19 @@ class ReportedLogprobs:
         """Return None: there is no tokenizer."""
         return None
 
+    def judges(self, kind: Kind) -> bool:
+        """Whether what the parameters of a request leave can be among the listed tokens."""
+        if kind.has_grammar or kind.has_stop:
+            return True  # for their form
+        is_listed = kind.top_k > 0 or kind.min_p > 0.0 or kind.temperature in (0.0, 1.0)
+        return is_listed and not kind.is_counted and kind.top_p == 1.0
+
     def rows(self, question: Question, answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
         """Return rows over the listed tokens and one for the rest, where the answer has a list."""
         ids = answer.token_ids
         if ids is None or not len(ids) == len(answer.top) == len(answer.logprobs):
             return None
-        if kind.counts_tokens or kind.prompt_bias or kind.has_grammar:
+        if kind.has_grammar or not self.judges(kind):
             return None
         places = np.array([i for i, row in enumerate(answer.top) if row], dtype=np.int64)
         tops = [answer.top[place] for place in places]
@@ -77,10 +88,13 @@ class ReportedLogprobs:
         tokens = np.array(ids, dtype=np.int64)[places]
         matches = listed == tokens[:, None]
         columns = np.where(matches.any(-1), matches.argmax(-1), width)
-        probs = _compute_listed_probs(logs, kind)
-        margins = np.maximum(logs[:, 0] - np.array(answer.logprobs)[places], 0.0)
-        if probs is None:
+        probs, is_known = _compute_listed_probs(logs, kind)
+        if not is_known.any():
             return None
+        margins = np.maximum(logs[:, 0] - np.array(answer.logprobs)[places], 0.0)[is_known]
+        probs, columns, tokens, listed, places = (
+            each[is_known] for each in (probs, columns, tokens, listed, places)
+        )
         is_whole = len(places) == len(ids)
         return ExpectedRows(
             probs=probs,
@@ -120,19 +134,23 @@ class ReportedLogprobs:
         return True
 
 
-def _compute_listed_probs(logs: ndarray, kind: Kind) -> Rows | None:
-    """Return the distribution over listed tokens and the rest; None if the list is too short."""
-    rest = np.maximum(1.0 - np.exp(logs).sum(-1), 0.0)
-    if kind.temperature in (0.0, 1.0) and kind.top_p == 1.0 and not (kind.top_k or kind.min_p):
-        probs = np.concatenate([np.exp(logs), rest[:, None]], 1)
-    elif 0 < kind.top_k < logs.shape[1] and kind.top_p == 1.0 and not kind.min_p:
-        scaled = np.where(logs >= logs[:, [kind.top_k - 1]], logs / kind.temperature, -np.inf)
-        probs = np.exp(scaled - scaled[:, :1])
-        probs = np.concatenate([probs, np.zeros((len(logs), 1))], 1)
-    else:
-        return None
+def _compute_listed_probs(logs: ndarray, kind: Kind) -> tuple[Rows, ndarray]:
+    """Return the distribution over listed tokens and the rest, and where the list is long enough.
+
+    It is where the least likely one that is listed is excluded. Temperature comes before min-p.
+    """
+    rest = np.maximum(1.0 - np.exp(logs).sum(-1), 0.0)[:, None]
+    scaled, is_known = logs, np.ones(len(logs), dtype=bool)
+    if kind.is_filtered:
+        scaled = (logs - logs[:, :1]) / (kind.temperature or 1.0)
+        least = np.full((len(logs), 1), np.log(kind.min_p) if kind.min_p else -np.inf)
+        if 0 < kind.top_k < logs.shape[1]:
+            least = np.maximum(least, scaled[:, [kind.top_k - 1]])
+        scaled = np.where(scaled >= least, scaled, -np.inf)
+        rest, is_known = np.zeros_like(rest), np.isneginf(scaled[:, -1])
+    probs = np.concatenate([np.exp(scaled), rest], 1)
     found: Rows = probs / probs.sum(-1, keepdims=True)
-    return found
+    return found, is_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +166,10 @@ class ReferenceModel:
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     draft: LanguageModel | None = None
+
+    def judges(self, kind: Kind) -> bool:
+        """Return True: its logits are known."""
+        return True
 
     def rows(self, question: Question, answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
         """Return the rows of the text's tokens under the parameters of the request."""

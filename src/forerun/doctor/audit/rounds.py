@@ -164,7 +164,7 @@ class AuditRounds:
         question, ids = recent[at % len(recent)]
         assert not isinstance(question.prompt, str)
         begun = question.prompt + ids[: (len(ids) + 1) // 2]
-        longest = len(begun) + self.config.num_tokens
+        longest = len(begun) + self.config.num_tokens + 1
         return prompt if self.max_context is not None and longest > self.max_context else begun
 
     def _choose_stop(self) -> str:

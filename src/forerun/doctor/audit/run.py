@@ -73,6 +73,10 @@ class Audit:
         names = {kind.name: kind for kind in config.kinds}
         if not chats and "chat" in names:
             self.progress.dropped["chat"] = "there is no chat template here"
+        for name, kind in names.items():
+            if reference is not None and not reference.judges(kind):
+                why = "the log-probabilities that a server reports are those before its parameters"
+                self.progress.dropped[name] = why
         if "biased" in names and any(isinstance(text, str) for text in texts):
             self.progress.dropped["biased"] = "the ids of the prompts are not known"
 

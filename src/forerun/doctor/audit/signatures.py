@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import log, sqrt
+from math import log
 
 from forerun.doctor.audit.alternatives import FAMILIES
-from forerun.doctor.audit.ledger import EVERYTHING, Deviation, Ledger, Moments
+from forerun.doctor.audit.ledger import EVERYTHING, FEW, PER_ANSWER, Deviation, Ledger, Moments
 
 _FAVOURED = log(100.0)
 """Log-likelihood ratio from which a text supports an alternative, and one prevails over another."""
 _STRONG_LOG_E = log(2000.0)
 """Of one bet among hundreds: a smaller one is seen somewhere by chance."""
-_SIGMAS, _FEW = 3.0, 30
 _COPIED_SHARE = 0.3
 """Least share of tokens, beyond chance, that repeat an earlier answer if its noise was reused."""
 _THRESHOLD_SHARE = 0.01
@@ -74,19 +73,18 @@ def find_facts(ledger: Ledger) -> frozenset[str]:
     everything, kinds = ledger.deviations("served"), ledger.config.kinds
     least = min(_STRONG_LOG_E, 0.7 * everything[0].log_e)
     strong = [item for item in everything if item.log_e >= least]
-    of_rows = [d for d in strong if d.direction not in ("copied", "grammar", "ending", "text")]
+    of_rows = [item for item in strong if item.direction not in PER_ANSWER]
     groups = {item.group for item in of_rows if item.direction != "ends"}
+    deviating = [kind for kind in kinds if f"kind {kind.name}" in groups]
     by_direction = {item.direction: item for item in reversed(strong)}
     facts = {
         "copied": "copied" in by_direction and by_direction["copied"].mean >= _COPIED_SHARE,
-        "grammar": "grammar" in by_direction,
-        "ending": "ending" in by_direction,
-        "text": "text" in by_direction,
+        **{name: name in by_direction for name in ("grammar", "ending", "text")},
         "ends-first": strong[0].direction == "ends",
-        "greedy": bool(groups & {f"kind {k.name}" for k in kinds if k.temperature == 0.0}),
-        "plain": bool(groups & {f"kind {k.name}" for k in kinds if k.is_plain}),
-        "filtered": bool(groups & {f"kind {k.name}" for k in kinds if k.is_filtered}),
-        "counted": bool(groups & {f"kind {k.name}" for k in kinds if k.is_counted}),
+        "greedy": any(kind.temperature == 0.0 for kind in deviating),
+        "plain": any(kind.is_plain for kind in deviating),
+        "filtered": any(kind.is_filtered for kind in deviating),
+        "counted": any(kind.is_counted for kind in deviating),
         "excluded-seldom": 0 < ledger.moved("served", "excluded").mean < _THRESHOLD_SHARE,
         "excluded-far": _count(ledger, "excluded_by_far") > _FAR_SHARE * _count(ledger, "excluded"),
         "favoured": _favour(ledger) != "unnamed",
@@ -108,13 +106,7 @@ def _is_only_in(ledger: Ledger, strong: list[Deviation], group: str) -> bool:
         total=everywhere.total - here.total,
         squares=everywhere.squares - here.squares,
     )
-    return _is_clear(here) and elsewhere.num >= _FEW and not _is_clear(elsewhere)
-
-
-def _is_clear(moved: Moments) -> bool:
-    if moved.num < _FEW:
-        return False
-    return abs(moved.mean) > _SIGMAS * moved.spread / sqrt(moved.num)
+    return here.is_clear and elsewhere.num >= FEW and not elsewhere.is_clear
 
 
 def _likeliest(found: Mapping[str, float]) -> str:

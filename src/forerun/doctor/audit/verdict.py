@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -13,9 +13,10 @@ from jinja2 import Environment, StrictUndefined
 from forerun.doctor.audit.config import ROUNDS
 from forerun.doctor.audit.ledger import (
     EVERYTHING,
+    PER_ANSWER,
+    SIGMAS,
     Deviation,
     Moments,
-    PlaceDeviation,
     mean_interval,
 )
 from forerun.doctor.audit.readings import DIRECTIONS
@@ -60,9 +61,7 @@ _LEFT_OUT = (
 _FEW_TOKENS, _FEW_OF_GROUP, _FEW_ANSWERS = 500, 100, 5
 _LEAST_DRAFTED, _LEAST_SHARE = 30, 0.02
 """Draft tokens that must be verified, and their share of the output, to judge speculation."""
-_SIGMAS = 3.0
 _BY_ANSWER = ("kind grammar", "kind stopped")
-FORMS = frozenset({"grammar", "ending", "text"})
 _GROUPS = {
     "all": "all requests",
     "clients 1": "requests with one client",
@@ -83,7 +82,6 @@ _OPTIONAL = {
     "ends": "how often texts end",
     "text": "texts against their token ids (give a --reference model)",
 }
-_PLACE_TOKENS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +106,8 @@ class AuditVerdict:
     bound: float | None = None
     bounds: Mapping[str, float] = field(default_factory=dict)
     untested: tuple[str, ...] = ()
-    profile: tuple[PlaceDeviation, ...] = ()
-    steps: tuple[PlaceDeviation, ...] = ()
+    profile: Mapping[int, Moments] = field(default_factory=dict)
+    steps: Mapping[int, Moments] = field(default_factory=dict)
 
 
 def judge(audit: Audit) -> AuditVerdict:
@@ -149,14 +147,24 @@ def untested_in_words(audit: Audit) -> tuple[str, ...]:
         for group in dict.fromkeys(groups)
         if served.num_tokens[group] < (_FEW_ANSWERS if group in _BY_ANSWER else _FEW_OF_GROUP)
     ]
+    clients = ("clients 1", f"clients {config.num_clients}")
     found += [
         f"{_describe(group)} (nothing was speculated there)"
-        for group in [*kinds, "clients 1", f"clients {config.num_clients}"]
-        if served.num_tokens[group] >= _FEW_OF_GROUP and not is_speculated(audit, group)
+        for group in find_silent(audit, (*kinds, *clients))
     ]
     tested = {name for _, name, _ in served.bets}
     found += [words for name, words in _OPTIONAL.items() if name not in tested]
     return tuple(found)
+
+
+def find_silent(audit: Audit, groups: Iterable[str]) -> list[str]:
+    """Return the groups of many tokens in whose answers too little was speculated."""
+    served = audit.ledger.arms["served"]
+    return [
+        group
+        for group in groups
+        if served.num_answered[group] >= _FEW_OF_GROUP and not is_speculated(audit, group)
+    ]
 
 
 def is_speculated(audit: Audit, group: str) -> bool:
@@ -177,24 +185,16 @@ def _speculation_in_words(audit: Audit) -> str:
 
 
 def _without_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...]) -> AuditVerdict:
-    served, config = audit.ledger.arms["served"], audit.config
+    served = audit.ledger.arms["served"]
     num_tokens = served.num_tokens["all"]
     problem = None
     if num_tokens < _FEW_TOKENS:
         problem = f"Only {num_tokens} tokens could be judged; it takes {_FEW_TOKENS}."
     elif not is_speculated(audit, "all"):
         problem = f"Cannot judge speculation: {_speculation_in_words(audit)}."
-    else:
-        silent = [
-            group
-            for group in ("clients 1", f"clients {config.num_clients}")
-            if served.num_answered[group] >= _FEW_OF_GROUP and not is_speculated(audit, group)
-        ]
-        if silent:
-            problem = (
-                f"Cannot judge all of it: with {silent[0].removeprefix('clients ')} clients at "
-                "once nothing was speculated."
-            )
+    elif silent := find_silent(audit, ("clients 1", f"clients {audit.config.num_clients}")):
+        number = silent[0].removeprefix("clients ")
+        problem = f"Cannot judge all of it: with {number} clients at once nothing was speculated."
     bounds = {
         group: bound
         for group, bound in audit.ledger.bounds().items()
@@ -243,7 +243,9 @@ def _with_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...])
         *_control_words(audit, first),
         _speculation_in_words(audit),
     )
-    share = 0.0 if first.direction in FORMS else audit.share_without_ids(first.group)
+    share = (
+        0.0 if first.direction in PER_ANSWER - {"copied"} else audit.share_without_ids(first.group)
+    )
     problem = None
     if cause == "denied":
         problem = _DENIED
@@ -260,8 +262,8 @@ def _with_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...])
         reasons=reasons,
         notes=notes,
         untested=untested,
-        profile=tuple(profile),
-        steps=tuple(steps),
+        profile=profile,
+        steps=steps,
     )
 
 
@@ -299,26 +301,21 @@ def decide_cause(served: Moments, control: Moments) -> Literal["shown", "denied"
         return "open"
     error = math.hypot(served.spread / math.sqrt(served.num), control.error)
     sigmas = abs(served.mean - control.mean) / error
-    if sigmas >= _SIGMAS and abs(control.mean) < abs(served.mean):
+    if sigmas >= SIGMAS and abs(control.mean) < abs(served.mean):
         return "shown"
-    return "denied" if abs(control.mean) / control.error >= _SIGMAS else "open"
+    return "denied" if abs(control.mean) / control.error >= SIGMAS else "open"
 
 
-def places_in_words(profile: list[PlaceDeviation], steps: list[PlaceDeviation]) -> str:
+def places_in_words(profile: Mapping[int, Moments], steps: Mapping[int, Moments]) -> str:
     """Return where the text deviates: in which tokens of a step, or from which of an answer on."""
-    clear = [place.place + 1 for place in steps if _is_clear(place)]
+    clear = [place + 1 for place, moved in steps.items() if moved.is_clear]
     if len(steps) > 1 and clear:
         if len(clear) == 1:
             return f"Token {clear[0]} of a step deviates"
         return f"Tokens {clear[0]} to {clear[-1]} of a step deviate"
-    if profile and not profile[0].place and not _is_clear(profile[0]):
+    if 0 in profile and not profile[0].is_clear:
         return "The text after the first token, which no draft precedes, deviates"
     return "The text, its first tokens included, deviates"
-
-
-def _is_clear(place: PlaceDeviation) -> bool:
-    enough = place.num_tokens >= _PLACE_TOKENS and place.error > 0
-    return enough and abs(place.mean) > _SIGMAS * place.error
 
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -339,6 +336,7 @@ def report_of(audit: Audit, verdict: AuditVerdict) -> dict[str, object]:
     return {
         "endpoint": audit.endpoint.name,
         **asdict(verdict),
+        **{name: _list_places(getattr(verdict, name)) for name in ("profile", "steps")},
         "spent": asdict(progress.spent),
         "limits": {"tokens": audit.config.max_tokens, "requests": audit.config.max_requests},
         "alarm_tokens": progress.alarm_tokens,
@@ -350,6 +348,13 @@ def report_of(audit: Audit, verdict: AuditVerdict) -> dict[str, object]:
             for arm in audit.ledger.arms
         },
     }
+
+
+def _list_places(places: Mapping[int, Moments]) -> list[dict[str, float]]:
+    return [
+        {"place": place, "num_tokens": moved.num, "mean": moved.mean, "error": moved.error}
+        for place, moved in places.items()
+    ]
 
 
 def page_of(audit: Audit, verdict: AuditVerdict) -> str:
@@ -365,8 +370,8 @@ def page_of(audit: Audit, verdict: AuditVerdict) -> str:
         verdict=verdict,
         spent=spent_in_words(audit),
         profiles=(
-            ("Deviation by place in an answer", verdict.profile),
-            ("Deviation by place in a step", verdict.steps),
+            ("Deviation by place in an answer", _list_places(verdict.profile)),
+            ("Deviation by place in a step", _list_places(verdict.steps)),
         ),
         tables=(
             ("As served", audit.ledger.deviations("served")),

@@ -342,9 +342,9 @@ def _check_verifiers(num_pairs: int, seed: int, tell: Progress) -> Iterator[Veri
         tell(name)
         yield _check(name, emit, _pair_sets(settings, num_pairs, seed))
     for shape in SHAPES:
-        for rule, settings, emit in _shaped_verifiers():
+        for rule, setting, emit in _shaped_verifiers():
             tell(f"{rule}, {shape}")
-            sets = _shaped_sets(settings, -(-num_pairs // SHAPED_SHARE), seed, SHAPES[shape])
+            sets = _shaped_sets(setting, -(-num_pairs // SHAPED_SHARE), seed, SHAPES[shape])
             yield _check(f"{rule}, {shape}", emit, sets)
     for rule in get_args(Rule):
         name = f"{rule}, draft with another vocabulary"
@@ -377,10 +377,10 @@ def _tree_verifiers() -> Iterator[tuple[str, TreeVerifier]]:
         yield "traversal, trees, CPU kernels", TreeVerifier(stage=kernel_weights)
 
 
-def _shaped_verifiers() -> Iterator[tuple[str, tuple[Setting, ...], Emit]]:
+def _shaped_verifiers() -> Iterator[tuple[str, Setting, Emit]]:
     for rule in get_args(Rule):
-        yield rule, CHAINS[1:2], _chains(ChainVerifier(rule=rule))
-    yield "walk", TREES[2:], _walks(Walker())
+        yield rule, CHAINS[1], _chains(ChainVerifier(rule=rule))
+    yield "walk", TREES[2], _walks(Walker())
 
 
 def _chains(verifier: ChainVerifier) -> Emit:
@@ -422,14 +422,10 @@ def _pair_sets(
         yield structured.with_full_drafts() if full else structured, setting.tree
 
 
-def _shaped_sets(
-    settings: tuple[Setting, ...], num_pairs: int, seed: int, shape: Shape
-) -> PairSets:
+def _shaped_sets(setting: Setting, num_pairs: int, seed: int, shape: Shape) -> PairSets:
     generator = torch.Generator().manual_seed(seed)
-    for index, setting in enumerate(settings):
-        share = (num_pairs + index) // len(settings)
-        for pairs in random_pairs(share, setting.vocab_size, setting.horizon, generator):
-            yield shaped_pairs(pairs, shape, max(setting.tree.depths)), setting.tree
+    for pairs in random_pairs(num_pairs, setting.vocab_size, setting.horizon, generator):
+        yield shaped_pairs(pairs, shape, max(setting.tree.depths)), setting.tree
 
 
 def _foreign_sets(num_pairs: int, seed: int) -> PairSets:

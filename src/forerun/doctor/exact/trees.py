@@ -153,24 +153,26 @@ class ChainRows:
     tokens: Int64[Tensor, "batch nodes"]
     num_drafted: Int64[Tensor, " batch"]
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Arguments of both stages; the draft's row after the last node is of no use there."""
+        return self.target, self.draft[:, :-1], self.tokens, self.num_drafted
+
 
 def engine_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    return accept_probs(rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted, rule)
+    return accept_probs(*rows.inputs, rule)
 
 
 def engine_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    draft = rows.draft[:, :-1]
-    return final_weights(rows.target, draft, rows.tokens, rows.num_drafted, accepted, rule)
+    return final_weights(*rows.inputs, accepted, rule)
 
 
 def kernel_accept(rows: ChainRows, rule: Rule) -> Tensor:
-    inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
-    return loaded_kernels().chain_accept(*inputs, is_block=rule == "block")
+    return loaded_kernels().chain_accept(*rows.inputs, is_block=rule == "block")
 
 
 def kernel_final(rows: ChainRows, accepted: Tensor, rule: Rule) -> Tensor:
-    inputs = rows.target, rows.draft[:, :-1], rows.tokens, rows.num_drafted
-    return loaded_kernels().chain_weights(*inputs, accepted, is_block=rule == "block")
+    return loaded_kernels().chain_weights(*rows.inputs, accepted, is_block=rule == "block")
 
 
 def loaded_kernels() -> SamplingKernels:
@@ -183,17 +185,9 @@ def _engine_draft_key(request_key: int, num_committed: int, node: int) -> int:
     return step_key(request_key, num_committed, node, Purpose.DRAFT)
 
 
-def _keep_all(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
-    return torch.ones_like(drawn_prob, dtype=torch.bool)
-
-
 def confident_before(draft_row: Tensor, drawn_prob: Tensor) -> Tensor:
     """Keep a token only where the draft was confident before drawing it, which is exact."""
     return ~(draft_row.amax(-1) < 0.55)
-
-
-def _one_more(num_drafts: int, num_accepted: int) -> int:
-    return num_accepted + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +209,8 @@ class ChainVerifier:
     final: Callable[[ChainRows, Tensor, Rule], Tensor] = engine_final
     draft_key: Callable[[int, int, int], int] = _engine_draft_key
     verify_keys: Callable[[int, int, int], list[int]] = chain_keys
-    keep: Callable[[Tensor, Tensor], Tensor] = _keep_all
-    next_k: Callable[[int, int], int] = _one_more
+    keep: Callable[[Tensor, Tensor], Tensor] = lambda draft_row, drawn_prob: drawn_prob >= 0.0
+    next_k: Callable[[int, int], int] = lambda num_drafts, num_accepted: num_accepted + 1
 
 
 REQUEST = request_key(0, 0)
@@ -402,16 +396,12 @@ def kernel_weights(
     return TreeWeights(*loaded_kernels().tree_weights(tree, target_probs, draft_probs, tokens))
 
 
-def _as_drawn(trees: DrawnTrees, tree: TokenTree) -> DrawnTrees:
-    return trees
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeVerifier:
     """Functions that draw and verify trees in the enumeration, by default the engine's."""
 
     stage: Stage = tree_weights
-    damage: Callable[[DrawnTrees, TokenTree], DrawnTrees] = _as_drawn
+    damage: Callable[[DrawnTrees, TokenTree], DrawnTrees] = lambda trees, tree: trees
     keys: Keys = tree_keys
 
 
@@ -483,14 +473,10 @@ def _draw_trees(pairs: ModelPairs, tree: TokenTree, start: int) -> DrawnTrees:
         for child in tree.children(parent):
             probs = probs * _of_token(row, tokens[:, child])
             row = without(row, tokens[:, child])
-    target = [
-        pairs.target[start + len(tree.path(node))][
-            :,
-            prefixes[:, None] * vocab ** len(tree.path(node))
-            + _spelled(tokens, tree.path(node), vocab),
-        ]
-        for node in range(-1, num_nodes)
-    ]
+    target = []
+    for path in (tree.path(node) for node in range(-1, num_nodes)):
+        after = prefixes[:, None] * vocab ** len(path) + _spelled(tokens, path, vocab)
+        target.append(pairs.target[start + len(path)][:, after])
     return DrawnTrees(
         tokens=tokens, probs=probs, draft=torch.stack(draft, 3), target=torch.stack(target, 3)
     )

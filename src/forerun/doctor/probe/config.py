@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.errors import InvalidRequest
+from forerun.errors import Range, check_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,9 @@ class EvidenceConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("num_prompts", 1), ("num_tokens", 2), ("num_self_tokens", 2)):
-            if getattr(self, name) < least:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be {least} or more")
-        for name in ("num_self_prompts", "max_rows", "costs_s"):
-            if getattr(self, name) < 0:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        least = {"num_prompts": 1, "num_tokens": 2, "num_self_tokens": 2}
+        least |= dict.fromkeys(("num_self_prompts", "max_rows", "costs_s"), 0)
+        check_ranges(self, *(Range(name, low) for name, low in least.items()))
 
 
 QUICK = EvidenceConfig(

@@ -1,6 +1,6 @@
 """Collects evidence for `forerun diagnose` by running an engine: `probe_engine`.
 
-    probe_engine(probed, prompts, params=None, config=EvidenceConfig(), notify=silent) -> Evidence
+    probe_engine(probed, prompts, params=None, config=EvidenceConfig()) -> Evidence
 
 takes a live engine, a broken one too, and only observes it; `QUICK` is the configuration for
 hundreds of engines in one process.
@@ -344,16 +344,12 @@ class ProbedEngine:
         return self.draft_model
 
 
-def silent(what: str, share: float) -> None:
-    """Ignore a progress report."""
-
-
 def probe_engine(
     probed: ProbedEngine,
     prompts: Sequence[Prompt],
     params: SamplingParams | None = None,
     config: EvidenceConfig | None = None,
-    notify: Notify = silent,
+    notify: Notify = lambda what, share: None,
 ) -> Evidence:
     """Collect all evidence that can be measured with the loaded target and draft.
 
@@ -529,29 +525,18 @@ def _probe_costs(evidence: Evidence, probed: ProbedEngine, config: EvidenceConfi
 logger = logging.getLogger("forerun.doctor.probe")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairNames:
-    """Names of the models to load, in the form that `Engine.load` accepts."""
-
-    target: str
-    draft: str
-
-    @property
-    def folders(self) -> tuple[Path | None, Path | None]:
-        draft = None if parse_drafter(self.draft) else ModelFiles.find(self.draft).folder
-        return ModelFiles.find(self.target).folder, draft
-
-
-def load_probed(names: PairNames, config: EngineConfig) -> ProbedEngine:
+def load_probed(target: str, draft: str, config: EngineConfig) -> ProbedEngine:
     """Load target and draft, and the target once more as its own draft if memory suffices."""
-    engine = Engine.load(names.target, names.draft, config=config)
+    engine = Engine.load(target, draft, config=config)
     itself: Engine | None = None
     try:
-        copy, _ = load_pair_member(names.target, dtype="auto", device="auto", config=config)
+        copy, _ = load_pair_member(target, dtype="auto", device="auto", config=config)
         itself = engine.with_draft(DraftModel(copy, engine.target.vocab_size))
     except NotEnoughMemory as error:
         logger.warning("the target drafts for itself with its own KV only: %s", error)
-    target, draft = names.folders
     return ProbedEngine(
-        engine=engine, self_drafting=itself, target_folder=target, draft_folder=draft
+        engine=engine,
+        self_drafting=itself,
+        target_folder=ModelFiles.find(target).folder,
+        draft_folder=None if parse_drafter(draft) else ModelFiles.find(draft).folder,
     )

@@ -2,7 +2,9 @@
 //
 // The calling thread works too, and no phase waits for a thread, only for work: items are taken one
 // by one, and a phase is over when all of them are done. A worker that is late, or that the system
-// has suspended for another process, costs nothing unless it holds an item.
+// has suspended for another process, costs nothing unless it holds an item. Each thread begins with a share
+// of neighbouring items, so that it reads weights in the order of their addresses, and then helps with the
+// shares of the others.
 #pragma once
 
 #include <atomic>
@@ -36,9 +38,8 @@ void spin_until(Condition&& condition) {
     }
 }
 
-struct Phase {
-    alignas(64) std::atomic<int> taken{0};
-    alignas(64) std::atomic<int> done{0};
+struct alignas(64) Counter {
+    std::atomic<int> value{0};
 };
 
 class Crew;
@@ -76,11 +77,9 @@ class Crew {
     // Let all threads run `job`, which consists of at most `num_phases` calls of Walker::each.
     void run(size_t num_phases, const std::function<void(Walker&)>& job) {
         std::lock_guard<std::mutex> one_job(jobs_);
-        if (phases_.size() < num_phases) phases_ = std::vector<Phase>(num_phases);
-        for (size_t i = 0; i < num_phases; ++i) {
-            phases_[i].taken.store(0, std::memory_order_relaxed);
-            phases_[i].done.store(0, std::memory_order_relaxed);
-        }
+        const size_t num_counters = num_phases * (num_threads() + 1);
+        if (counters_.size() < num_counters) counters_ = std::vector<Counter>(num_counters);
+        for (size_t i = 0; i < num_counters; ++i) counters_[i].value.store(0, std::memory_order_relaxed);
         job_ = &job;
         open_.store(true);
         epoch_.fetch_add(1);
@@ -129,7 +128,7 @@ class Crew {
     }
 
     std::vector<std::thread> threads_;
-    std::vector<Phase> phases_;
+    std::vector<Counter> counters_;  // per phase: items taken of every thread's share, then items done
     const std::function<void(Walker&)>* job_ = nullptr;
     std::atomic<unsigned long> epoch_{0};
     std::atomic<bool> open_{false};
@@ -141,18 +140,26 @@ class Crew {
 
 template <class Work>
 void Walker::each_ahead(int num_items, Work&& work) {
-    Phase& phase = crew_.phases_[index_++];
+    const int num_threads = crew_.num_threads();
+    Counter* taken = &crew_.counters_[(num_threads + 1) * index_++];
+    std::atomic<int>& done = taken[num_threads].value;
+    int num_empty = 0;  // shares that have no more items, this thread's first
     const auto take = [&] {
-        const int item = phase.taken.fetch_add(1, std::memory_order_relaxed);
-        return item < num_items ? item : -1;
+        for (; num_empty < num_threads; ++num_empty) {
+            const int64_t share = (thread + num_empty) % num_threads;
+            const int begin = int(num_items * share / num_threads), end = int(num_items * (share + 1) / num_threads);
+            const int item = begin + taken[share].value.fetch_add(1, std::memory_order_relaxed);
+            if (item < end) return item;
+        }
+        return -1;
     };
     int num_done = 0;
     for (int item = take(), next; item >= 0; item = next, ++num_done) {
         next = take();
         work(item, next);
     }
-    if (num_done) phase.done.fetch_add(num_done, std::memory_order_release);
-    spin_until([&] { return phase.done.load(std::memory_order_acquire) == num_items; });
+    if (num_done) done.fetch_add(num_done, std::memory_order_release);
+    spin_until([&] { return done.load(std::memory_order_acquire) == num_items; });
 }
 
 }  // namespace forerun

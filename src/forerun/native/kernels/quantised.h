@@ -277,6 +277,8 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
     constexpr int kWidth = lanes_beside<Kind>(kRows), kHalves = 8 / Kind::kBits;
     constexpr size_t kPitch = QuantisedRows::pitch(kGroup), kWordBytes = size_t(kPanel) * kGroup / kHalves;
     constexpr size_t kGroupBytes = kWordBytes + kPanel * sizeof(uint16_t) * (1 + kMinima);
+    constexpr int kStrips = kPanel / (kWidth * kLaneOutputs), kWords = kGroup / 4;
+    constexpr int kLines = int(kGroupBytes / kLine + kStrips - 1) / kStrips;  // fetched during a strip
     const char* end = panel + matrix.num_groups * kGroupBytes;
     const int8_t* rows = x.at(first_row, 0, kGroup);
     for (int i = 0; i < kRows * kPanel; i += kLanes) store(sums + i, Floats{});
@@ -287,13 +289,14 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
         const uint16_t* weight_scales = reinterpret_cast<const uint16_t*>(panel + kWordBytes);
         const char* ahead = panel + kFetchBytes;
         if (ahead >= end) ahead = next ? next + (ahead - end) : end - kGroupBytes;
-        for (size_t line = 0; line < kGroupBytes; line += kLine) __builtin_prefetch(ahead + line, 0, 3);
-        for (int first = 0; first < kPanel; first += kWidth * kLaneOutputs) {
+        for (int first = 0; first < kPanel; first += kWidth * kLaneOutputs, ahead += kLines * kLine) {
             Lanes products[kRows][kWidth];
             for (int r = 0; r < kRows; ++r)
                 for (auto& lanes : products[r]) lanes = lanes_of(about(r).begin);
 #pragma GCC unroll 16
-            for (int u = 0; u < kGroup / 4; ++u) {  // words of activations
+            for (int u = 0; u < kWords; ++u) {  // words of activations
+                for (int line = kLines * u / kWords; line < kLines * (u + 1) / kWords; ++line)
+                    __builtin_prefetch(ahead + line * kLine, 0, 2);
                 const char* words = panel + (size_t(u / kHalves) * kPanel + first) * 4;
                 typename Kind::Word w[kWidth];
                 for (int v = 0; v < kWidth; ++v)

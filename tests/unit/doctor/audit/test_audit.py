@@ -538,6 +538,9 @@ class Ended:
 
     eos_token_ids = frozenset({2})
 
+    def judges(self, kind):
+        return True
+
     def rows(self, question, answer, kind):
         return None
 
@@ -646,11 +649,59 @@ def test_kinds_follow_the_parameters_of_a_prompt_file():
             kinds_of([wrong])
 
 
-def test_listed_probabilities_follow_top_k_exactly():
+def test_listed_probabilities_follow_top_k_and_min_p_exactly():
     logs = np.log(np.array([[0.5, 0.25, 0.125, 0.0625]]))
-    probs = _compute_listed_probs(logs, Kind(name="k", share=1, temperature=0.5, top_k=2))
-    assert probs[0] == pytest.approx([0.8, 0.2, 0, 0, 0])
-    assert (
-        _compute_listed_probs(logs, Kind(name="k", share=1, top_k=4)) is None
-    )  # the list is too short
-    assert _compute_listed_probs(logs, KINDS[0])[0, -1] == pytest.approx(0.0625)
+    probs, is_known = _compute_listed_probs(logs, Kind(name="k", share=1, temperature=0.5, top_k=2))
+    assert probs[0] == pytest.approx([0.8, 0.2, 0, 0, 0]) and is_known.all()
+    _, is_known = _compute_listed_probs(logs, Kind(name="k", share=1, top_k=4))
+    assert not is_known.any()  # the list is too short
+    assert _compute_listed_probs(logs, KINDS[0])[0][0, -1] == pytest.approx(0.0625)
+    for temperature, min_p, expected in ((1.0, 0.3, [2 / 3, 1 / 3]), (0.5, 0.2, [0.8, 0.2])):
+        kind = Kind(name="m", share=1, temperature=temperature, min_p=min_p)
+        probs, is_known = _compute_listed_probs(logs, kind)
+        assert probs[0] == pytest.approx([*expected, 0, 0, 0]) and is_known.all()
+    _, is_known = _compute_listed_probs(logs, Kind(name="m", share=1, min_p=0.1))
+    assert not is_known.any()  # all listed tokens are left, and perhaps others
+
+
+def test_the_shares_of_the_kinds_are_shares():
+    assert sum(kind.share for kind in KINDS) == pytest.approx(1.0)
+
+
+def test_kinds_whose_distribution_is_not_reported_are_not_asked():
+    """Two fifths of the tokens went to them, so that 1,500 did not suffice for a verdict."""
+    asked = Counter()
+
+    def count(number, question, answer):
+        asked[question.kind] += 1
+        return answer
+
+    stream = Stream(change=count, logprobs=True)
+    audit = audit_of(stream, reference=ReportedLogprobs(), kinds=KINDS[:8], tokens=1500)
+    audit.run(silent)
+    left_out = {"filtered", "penalised", "repetition", "biased"}
+    assert not left_out & asked.keys() and {"sampled", "min_p", "top_k"} <= asked.keys()
+    assert audit.ledger.arms["served"].num_tokens["all"] >= 500
+    verdict = judge(audit)
+    for name in left_out:
+        assert any(f"kind {name}" in words for words in verdict.untested)
+        assert any(f"kind {name!r} are left out: the log-prob" in words for words in verdict.notes)
+
+
+def test_one_rule_says_whether_a_mean_is_clear():
+    assert not moments([1.0] * 29).is_clear and moments([1.0] * 30).is_clear
+    assert not moments([0.0] * 900).is_clear and not moments([1.0, -1.0] * 450).is_clear
+    assert moments([1.0, -0.8] * 450).is_clear
+
+
+def test_one_check_tells_where_nothing_was_speculated():
+    """With several clients alone; the sentence and the list say the same."""
+
+    def change(number, question, answer):
+        return answer if question.setting == "alone" else replace_answer(answer, num_drafted=0)
+
+    audit = audit_of(Stream(change=change))
+    audit.run(silent)
+    verdict = judge(audit)
+    assert "with 8 clients at once nothing was speculated" in verdict.sentence
+    assert "requests of the clients 8 (nothing was speculated there)" in verdict.untested

@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.models.base import Context, RowBatch, Span, pack
-from forerun.models.runner.graphs.layers import Elementwise as TorchElementwise
-from forerun.models.runner.graphs.model import TorchModel, choose_working, torch_attention
-from forerun.models.runner.graphs.programs import GraphRecorder, disagreement
+from forerun.models.runner.graphs.model import TorchModel
+from forerun.models.runner.graphs.programs import GraphRecorder, disagreement, run_rectangle
 from forerun.models.runner.graphs.rectangle import (
     Inputs,
     PassShape,
@@ -83,12 +82,6 @@ def test_bucket_is_the_next_larger_shape(spans, num_wanted, expected):
     )
 
 
-def test_rows_to_come_count_as_keys():
-    bucket = shape_of([span(1, start=510)], 1, LIMITS, num_later=2)
-    assert bucket is not None
-    assert bucket.num_keys == 2048
-
-
 @pytest.mark.parametrize(
     ("spans", "fits"),
     [
@@ -123,12 +116,12 @@ def test_padding_repeats_the_last_row_and_the_last_sequence():
     bucket = PassShape(num_sequences=4, num_rows=3, num_wanted=4, num_keys=512)
     table = torch.tensor(table_of(spans, bucket))
     place, source, index, visible = table[:48].view(4, 12).tolist()
-    slot, start, end, twin = table[48:].view(4, 4).tolist()
+    slot, start, end = table[48:].view(3, 4).tolist()
     assert place[:4] == [0, 3, 4, 6]
     assert source == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 3, 3]
     assert index == [7, 7, 7, 4, 5, 5, 9, 9, 9, 9, 9, 9]
     assert visible == [1, 1, 1, 1, 3, 3, 1, 1, 1, 1, 1, 1]
-    assert (slot, start, end, twin) == ([3, 1, 0, 0], [7, 4, 9, 9], [8, 6, 10, 10], [0, 1, 2, 2])
+    assert (slot, start, end) == ([3, 1, 0, 0], [7, 4, 9, 9], [8, 6, 10, 10])
 
 
 def test_a_shape_is_recorded_once_and_said(caplog):
@@ -144,7 +137,8 @@ def test_a_shape_is_recorded_once_and_said(caplog):
     assert first.startswith("recorded passes of 1 x 3 rows over up to 192 keys in ")
     assert first.endswith("; other shapes follow when they are first met")
     assert caplog.records[0].name == "forerun.preparation"
-    assert second.startswith("recorded chains of 4 tokens after passes of 1 x 3 rows")
+    # All levels of a chain but the first are passes of one row.
+    assert second.startswith("recorded passes of 1 x 1 rows")
 
 
 @pytest.mark.parametrize("num_recordings", [0, 1])
@@ -166,8 +160,8 @@ def test_without_memory_passes_run_unrecorded(num_recordings, caplog):
     assert len(warnings) == 1
     assert warnings[0].message.startswith("passes of ")
     assert "no memory to record them" in warnings[0].message
-    # Every shape is asked for once: 1 x 3, 2 x 3, the chain, and its later levels of one row.
-    assert recorder.num_asked == 3 + 1
+    # Every shape is asked for once: 1 x 3, 2 x 3, and the later levels of the chain, of one row.
+    assert recorder.num_asked == 3
 
 
 def test_the_first_failure_is_not_the_models():
@@ -241,22 +235,6 @@ def test_tied_parameters_are_one_tensor_and_counted_once():
     assert ours.num_parameters == VOCAB_SIZE * 16 + 2 * per_layer + 16
 
 
-def test_kernels_that_do_not_work_are_replaced_and_said(caplog):
-    class Elementwise(TorchElementwise):
-        def add_norm(self, residual, update, weight, eps):
-            raise RuntimeError("no C compiler")
-
-    cpu = torch.device("cpu")
-    attend_rows, elementwise = choose_working(lambda: (torch_attention, Elementwise()), cpu)
-    assert attend_rows is torch_attention
-    assert type(elementwise) is TorchElementwise
-    (message,) = caplog.messages
-    assert "RuntimeError: no C compiler" in message
-    working = torch_attention, TorchElementwise()
-    assert choose_working(lambda: working, cpu) == working
-    assert len(caplog.messages) == 1
-
-
 class Crossings(TorchDispatchMode):
     """Notes every operation that touches memory of another device than `device`."""
 
@@ -283,14 +261,12 @@ def test_crossings_are_found():
 def test_nothing_in_a_recording_leaves_the_device(num_rows):
     """A graph can hold no copy from the host, and no wait for it. The device here has no memory."""
     ours = model(Again(), device="meta")
-    assert ours.programs is not None
     bucket = PassShape(num_sequences=2, num_rows=num_rows, num_wanted=2, num_keys=192)
     inputs = Inputs(bucket, ours.device)
     with Crossings("meta") as crossings:
-        logits = ours.programs.passes.logits(inputs.rows, inputs.tokens, inputs.wanted)
-        chain = ours.programs.passes.greedy_chain(inputs, 3, VOCAB_SIZE)
+        logits = run_rectangle(ours.weights, ours.store, inputs)
     assert not crossings.found
-    assert (logits.shape, chain.shape) == ((2, VOCAB_SIZE), (2, 3))
+    assert logits.shape == (2, VOCAB_SIZE)
 
 
 class Wrong:

@@ -1,8 +1,7 @@
 """One pass through a decoder: packed rows of tokens in, logits of requested rows out.
 
-The weights are tensors on one device. What depends on the layout of the rows or on the hardware is
-passed in: the attention of the rows, and the operations between two matrix products. The
-operations are defined here in torch; Triton's kernels compute the same.
+The weights are tensors on one device. What depends on the layout of the rows, their attention, is
+passed in.
 """
 
 from __future__ import annotations
@@ -28,31 +27,17 @@ Rotation = tuple[Tensor, Tensor]
 """Cosine and sine per row and pair, fp32 [rows, head_dim / 2]."""
 
 
-class Elementwise:
-    """Operations between two matrix products, one torch call each; subclasses may fuse them."""
+def _norm(
+    rows: Float[Tensor, "rows hidden"], weight: Float[Tensor, " hidden"], eps: float
+) -> Float[Tensor, "rows hidden"]:
+    """Return the RMS norm of rows, times `weight`."""
+    return F.rms_norm(rows, rows.shape[-1:], weight, eps)
 
-    def add_norm(
-        self,
-        residual: Float[Tensor, "rows hidden"],
-        update: Float[Tensor, "rows hidden"],
-        weight: Float[Tensor, " hidden"],
-        eps: float,
-    ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
-        total = residual + update
-        return total, self.norm(total, weight, eps)
 
-    def norm(
-        self, rows: Float[Tensor, "rows hidden"], weight: Float[Tensor, " hidden"], eps: float
-    ) -> Float[Tensor, "rows hidden"]:
-        """Return the RMS norm of rows, times `weight`."""
-        return F.rms_norm(rows, rows.shape[-1:], weight, eps)
-
-    def gate(
-        self, gate_up: Float[Tensor, "rows gate_up_rows"]
-    ) -> Float[Tensor, "rows intermediate"]:
-        """Return SiLU of the first half of every row, times the second half."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+def _gate(gate_up: Float[Tensor, "rows gate_up_rows"]) -> Float[Tensor, "rows intermediate"]:
+    """Return SiLU of the first half of every row, times the second half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def compute_rotation(decoder: Decoder, positions: Int64[Tensor, " rows"]) -> Rotation:
@@ -140,7 +125,7 @@ It rotates queries and keys, and stores keys and values of the layer.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
-    """Inputs and kernels of one pass.
+    """Inputs and attention of one pass.
 
     Attributes:
         feature_layers: layers whose input goes to `features`.
@@ -150,7 +135,6 @@ class Pass:
     tokens: Int64[Tensor, " rows"]
     wanted: Int64[Tensor, " wanted"]
     attend: Attend
-    elementwise: Elementwise
     feature_layers: tuple[int, ...] = ()
     features: Float[Tensor, "rows layers hidden"] | None = None
 
@@ -165,20 +149,15 @@ class Pass:
 
 def logits_of(weights: Weights, rows: Pass) -> Float[Tensor, "wanted vocab"]:
     """Return the logits of the requested rows, and store keys, values and features of all rows."""
-    ends, eps, work = weights.ends, weights.decoder.norm_eps, rows.elementwise
+    ends, eps = weights.ends, weights.decoder.norm_eps
     residual = F.embedding(rows.tokens, ends.embedding)
-    normed = work.norm(residual, weights.layers[0].input_norm, eps)
-    last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
         rows.keep_features(index, residual)
+        normed = _norm(residual, layer.input_norm, eps)
         attended = rows.attend(index, layer, F.linear(normed, layer.qkv, layer.qkv_bias))
-        update = F.linear(attended, layer.output)
-        residual, normed = work.add_norm(residual, update, layer.post_norm, eps)
-        update = F.linear(work.gate(F.linear(normed, layer.gate_up)), layer.down)
-        if index < last:
-            next_norm = weights.layers[index + 1].input_norm
-            residual, normed = work.add_norm(residual, update, next_norm, eps)
-    if last + 1 in rows.feature_layers:
-        rows.keep_features(last + 1, residual + update)
-    wanted = (residual.index_select(0, rows.wanted), update.index_select(0, rows.wanted))
-    return F.linear(work.add_norm(*wanted, ends.norm, eps)[1], ends.head)
+        residual = residual + F.linear(attended, layer.output)
+        normed = _norm(residual, layer.post_norm, eps)
+        residual = residual + F.linear(_gate(F.linear(normed, layer.gate_up)), layer.down)
+    rows.keep_features(len(weights.layers), residual)
+    wanted = residual.index_select(0, rows.wanted)
+    return F.linear(_norm(wanted, ends.norm, eps), ends.head)

@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from forerun.models.attention import AttentionPass, attend_blocks, plan_pass
@@ -17,8 +18,6 @@ from forerun.models.base import ModelOutput, RowBatch
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import ContiguousKVStore
 from forerun.models.runner.graphs.layers import (
-    Attend,
-    Elementwise,
     Pass,
     Rotation,
     Weights,
@@ -27,7 +26,13 @@ from forerun.models.runner.graphs.layers import (
     logits_of,
     split_heads,
 )
-from forerun.models.runner.graphs.rectangle import Inputs, PassShape, Rows, ShapeLimits, shape_of
+from forerun.models.runner.graphs.rectangle import (
+    Inputs,
+    PassShape,
+    ShapeLimits,
+    attend_rectangle,
+    shape_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,87 +67,24 @@ def run_ragged(weights: Weights, store: ContiguousKVStore, batch: RowBatch) -> M
             rotation=compute_rotation(decoder, batch.positions),
             plan=plan_pass(batch.spans, store, groups),
         ),
-        elementwise=Elementwise(),
         feature_layers=batch.feature_layers,
         features=features,
     )
     return ModelOutput(logits=logits_of(weights, rows), features=features)
 
 
-AttendRows = Callable[[Decoder, ContiguousKVStore, Rows], Attend]
-"""Attention over a rectangle; called anew in every pass, inside the recording."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RectanglePass:
-    """Passes that launch the same operations whatever values their input buffers hold."""
-
-    weights: Weights
-    store: ContiguousKVStore
-    attend_rows: AttendRows
-    elementwise: Elementwise
-
-    def logits(
-        self,
-        rows: Rows,
-        tokens: Int64[Tensor, " rows"],
-        wanted: Int64[Tensor, " wanted"],
-        features: Tensor | None = None,
-    ) -> Float[Tensor, "wanted vocab"]:
-        attend = self.attend_rows(self.weights.decoder, self.store, rows)
-        return logits_of(
-            self.weights,
-            Pass(
-                tokens=tokens,
-                wanted=wanted,
-                attend=attend,
-                elementwise=self.elementwise,
-                feature_layers=rows.bucket.feature_layers,
-                features=features,
-            ),
-        )
-
-    def greedy_chain(
-        self, inputs: Inputs, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"]:
-        """Feed the rectangle, then extend every sequence by its most likely tokens."""
-        bucket = inputs.bucket
-        sequences = torch.arange(bucket.num_sequences, device=inputs.tokens.device)
-        last = (sequences + 1) * bucket.num_rows - 1
-        logits = self.logits(inputs.rows, inputs.tokens, last)
-        tokens = pick_most_likely(logits, vocab_size, inputs.original)
-        chain = [tokens]
-        for depth in range(num_tokens - 1):
-            logits = self.logits(_list_next(inputs.rows, depth), tokens, sequences)
-            tokens = pick_most_likely(logits, vocab_size, inputs.original)
-            chain.append(tokens)
-        return torch.stack(chain, dim=1)
-
-
-def pick_most_likely(
-    logits: Float[Tensor, "sequences vocab"], vocab_size: int, original: Int64[Tensor, " sequences"]
-) -> Int64[Tensor, " sequences"]:
-    return logits[:, :vocab_size].argmax(dim=-1).index_select(0, original)
-
-
-def _list_next(rows: Rows, depth: int) -> Rows:
-    """Return one row per sequence, `depth` positions after its first draft position."""
-    bucket = PassShape(
-        num_sequences=rows.bucket.num_sequences,
-        num_rows=1,
-        num_wanted=rows.bucket.num_sequences,
-        num_keys=rows.bucket.num_keys,
+def run_rectangle(
+    weights: Weights, store: ContiguousKVStore, inputs: Inputs
+) -> Float[Tensor, "wanted vocab"]:
+    """Run a padded pass, which launches the same operations whatever its buffers hold."""
+    rows = Pass(
+        tokens=inputs.tokens,
+        wanted=inputs.wanted,
+        attend=attend_rectangle(weights.decoder, store, inputs.rows),
+        feature_layers=inputs.bucket.feature_layers,
+        features=inputs.features,
     )
-    start = rows.end + depth
-    return Rows(
-        bucket=bucket,
-        positions=rows.positions[:, -1:] + (depth + 1),
-        index=start[:, None],
-        visible=torch.ones_like(start[:, None]),
-        slot=rows.slot,
-        start=start,
-        end=start + 1,
-    )
+    return logits_of(weights, rows)
 
 
 @runtime_checkable
@@ -198,15 +140,6 @@ logger = logging.getLogger("forerun.graphs")
 preparation = logging.getLogger("forerun.preparation")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainShape:
-    """The shape of a greedy chain; `bucket` is that of its first pass."""
-
-    bucket: PassShape
-    num_tokens: int
-    vocab_size: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
     """A recorded pass and its input buffers."""
@@ -226,22 +159,15 @@ class Programs:
     A shape for which there is no memory is not tried again: its passes run unrecorded. So do those
     of a shape whose first logits are not those of the same pass unrecorded: kernels meet devices
     and versions that no test has seen, and text must not depend on that.
-
-    Attributes:
-        unrecorded: the same pass by other kernels, not recorded.
     """
 
-    passes: RectanglePass
+    weights: Weights
+    store: ContiguousKVStore
     recorder: GraphRecorder
     limits: ShapeLimits
-    unrecorded: Callable[[RowBatch], ModelOutput]
-    _programs: dict[PassShape | ChainShape, Program] = field(default_factory=dict)
-    _refused: set[PassShape | ChainShape] = field(default_factory=set)
+    _programs: dict[PassShape, Program] = field(default_factory=dict)
+    _refused: set[PassShape] = field(default_factory=set)
     _trusted: set[PassShape] = field(default_factory=set)
-
-    @property
-    def num_recorded(self) -> int:
-        return len(self._programs)
 
     def forward(self, batch: RowBatch) -> ModelOutput | None:
         """Run `LanguageModel.forward` by a recorded pass; None if the pass cannot be recorded."""
@@ -255,7 +181,7 @@ class Programs:
         logits = program.run(batch)[:num_wanted].clone()
         output = ModelOutput(logits=logits, features=program.inputs.pack_features(batch))
         if num_wanted and bucket not in self._trusted:
-            expected = self.unrecorded(batch)
+            expected = run_ragged(self.weights, self.store, batch)
             distance = disagreement(logits, expected.logits)
             if output.features is not None and expected.features is not None:
                 pair = (output.features.flatten(0, 1), expected.features.flatten(0, 1))
@@ -266,19 +192,7 @@ class Programs:
             self._trusted.add(bucket)
         return output
 
-    def greedy_chain(
-        self, batch: RowBatch, num_tokens: int, vocab_size: int
-    ) -> Int64[Tensor, "sequences num_tokens"] | None:
-        """Run `LanguageModel.greedy_chain` by a recorded pass; None if it cannot be recorded."""
-        num_sequences = len(batch.spans)
-        bucket = shape_of(batch.spans, num_sequences, self.limits, num_tokens - 1)
-        if bucket is None:
-            return None
-        chain = ChainShape(bucket=bucket, num_tokens=num_tokens, vocab_size=vocab_size)
-        program = self._program(chain, batch)
-        return None if program is None else program.run(batch)[:num_sequences].clone()
-
-    def _program(self, shape: PassShape | ChainShape, batch: RowBatch) -> Program | None:
+    def _program(self, shape: PassShape, batch: RowBatch) -> Program | None:
         """Return the recorded pass of a shape; a new shape is recorded with `batch` as input."""
         if shape not in self._programs and shape not in self._refused:
             try:
@@ -287,23 +201,16 @@ class Programs:
                 self._refuse(shape, "no memory to record them; lower max_batch or max_context")
         return self._programs.get(shape)
 
-    def _record(self, shape: PassShape | ChainShape, batch: RowBatch) -> Program:
+    def _record(self, shape: PassShape, batch: RowBatch) -> Program:
         started_s = time.perf_counter()
-        bucket = shape if isinstance(shape, PassShape) else shape.bucket
-        features = allocate_features(
-            self.passes.weights, bucket.num_sequences * bucket.num_rows, bucket.feature_layers
-        )
-        inputs = Inputs(bucket, batch.tokens.device, features)
+        num_rows = shape.num_sequences * shape.num_rows
+        features = allocate_features(self.weights, num_rows, shape.feature_layers)
+        inputs = Inputs(shape, batch.tokens.device, features)
         # Recording runs the pass, so the buffers must hold a valid one; what it writes to the store
         # is written again when the recording is played.
         inputs.fill(batch)
-
-        def run() -> Tensor:
-            if isinstance(shape, ChainShape):
-                return self.passes.greedy_chain(inputs, shape.num_tokens, shape.vocab_size)
-            return self.passes.logits(inputs.rows, inputs.tokens, inputs.wanted, features)
-
-        program = Program(inputs=inputs, play=self.recorder.record(run))
+        play = self.recorder.record(partial(run_rectangle, self.weights, self.store, inputs))
+        program = Program(inputs=inputs, play=play)
         duration_s = time.perf_counter() - started_s
         if self._programs:
             logger.info("recorded %s in %.2f s", described(shape), duration_s)
@@ -315,7 +222,7 @@ class Programs:
             )
         return program
 
-    def _refuse(self, shape: PassShape | ChainShape, reason: str) -> None:
+    def _refuse(self, shape: PassShape, reason: str) -> None:
         level = logging.INFO if self._refused else logging.WARNING
         logger.log(level, "%s run slower, unrecorded: %s", described(shape), reason)
         self._refused.add(shape)
@@ -330,10 +237,8 @@ def disagreement(
     return float(distances.nan_to_num(torch.inf).where(is_finite, 0.0).max().item())
 
 
-def described(shape: PassShape | ChainShape) -> str:
+def described(shape: PassShape) -> str:
     """Describe a shape for log messages."""
-    if isinstance(shape, ChainShape):
-        return f"chains of {shape.num_tokens} tokens after {described(shape.bucket)}"
     return (
         f"passes of {shape.num_sequences} x {shape.num_rows} rows over up to {shape.num_keys} keys"
     )
