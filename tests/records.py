@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
+from forerun.trace.files import ENCODER, Record
 
 HEADER = TraceHeader(
     target="target",
@@ -74,3 +75,8 @@ def plain(**changes: Any) -> StepRecord:
     nothing = {"method": "plain", "k_budget": 0, "num_drafted": 0, "depth_drafted": 0}
     values: dict[str, Any] = {**nothing, "num_accepted": 0, "num_emitted": 1, "draft_s": 0.0}
     return replace(STEP, **(values | {"last_token_source": "bonus"} | changes))
+
+
+def line_of(record: Record) -> bytes:
+    """The line of a record in a trace."""
+    return ENCODER.encode(record) + b"\n"

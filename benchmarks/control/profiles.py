@@ -14,7 +14,7 @@ from texts import edit_texts, halves
 
 from forerun.engine.config import EngineConfig
 from forerun.measure.profile import Profile, ProfileConfig, load_profile, write_profile
-from forerun.measure.rigs import estimates_of, facts_of, load_pair, measure_pair, widest
+from forerun.measure.rigs import draft_of, estimates_of, facts_of, load_pair, measure_pair, widest
 from forerun.theory.cost import DraftCosts, with_draft_cost
 
 __all__ = ["measure_copying", "measure_profiles", "profile_path", "read_costs"]
@@ -46,7 +46,7 @@ def measure_profiles(place: Place, num_threads: int, *, anew: bool) -> None:
         anew: whether it is the first sitting; others add to what is there.
     """
     for name in ("domain", "shelf"):
-        pair, config = load_pair(
+        engine, config = load_pair(
             place.target,
             place.drafts[name],
             dtype="auto",
@@ -55,11 +55,11 @@ def measure_profiles(place: Place, num_threads: int, *, anew: bool) -> None:
             config=CONFIG,
         )
         facts = (
-            facts_of(place.target, pair.target),
-            facts_of(place.drafts[name], pair.draft),
+            facts_of(place.target, engine.target),
+            facts_of(place.drafts[name], draft_of(engine.drafter)),
         )
         profile = measure_pair(
-            pair, facts, config, clock=time.perf_counter, notify=lambda rounds, error: None
+            engine, facts, config, clock=time.perf_counter, notify=lambda rounds, error: None
         )
         if not anew:
             profile = joined(load_profile(profile_path(place, name)), profile)

@@ -27,7 +27,7 @@ from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.measure.profile import Profile, ProfileConfig
-from forerun.measure.rigs import LoadedPair, Stopwatch, measure_pair
+from forerun.measure.rigs import Stopwatch, measure_pair
 from forerun.models.base import LanguageModel
 from forerun.models.runner.graphs.model import TorchModel
 from forerun.sampling.config import SamplingParams
@@ -189,11 +189,11 @@ def main() -> None:
         max_context=room.capacity,
     )
     profile = measure_pair(
-        LoadedPair(
+        Engine(
             target=target,
             drafter=DraftModel(draft, target.vocab_size),
             tokenizer=tokenizer,
-            engine=config,
+            config=config,
         ),
         (facts_of(options.target, target), facts_of(options.draft, draft)),
         ProfileConfig(

@@ -26,7 +26,8 @@ from typing import Any
 import httpx
 from servers import Models, Server, arms_of
 
-from forerun.engine.http_backend import HttpBackend
+from forerun.client.connection import ClientConfig
+from forerun.measure.bench.endpoint import MeasuredServer
 from forerun.measure.bench.load import LoadBlock, load_figures, load_rows, measure_load
 from forerun.models.catalog import held_out_prompts
 from forerun.models.checkpoint import ModelFiles
@@ -89,14 +90,15 @@ def measure(options: argparse.Namespace, models: Models, results: Results) -> No
             print(f"{time.monotonic() - began_s:.0f} s: round {at + 1} is over", flush=True)
 
 
-def backend_of(server: Server, extra: Mapping[str, Any]) -> HttpBackend:
+def backend_of(server: Server, extra: Mapping[str, Any]) -> MeasuredServer:
     """Return a client that keeps no connections, which a stopped server would have to end."""
     limits = httpx.Limits(max_keepalive_connections=0)
     transport = httpx.HTTPTransport(limits=limits)
-    return HttpBackend(server.url, server.model, extra=extra, transport=transport)
+    config = ClientConfig(url=server.url, model=server.model)
+    return MeasuredServer(config, extra=extra, transport=transport)
 
 
-def check(block: LoadBlock, backend: HttpBackend, num_tokens: int) -> None:
+def check(block: LoadBlock, backend: MeasuredServer, num_tokens: int) -> None:
     """Refuse a block with answers of another length, or with requests that were sent again."""
     wrong = [c.num_tokens for c in block.completions if c.num_tokens != num_tokens]
     if wrong:

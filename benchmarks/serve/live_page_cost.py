@@ -25,7 +25,8 @@ import httpx
 sys.path.append(str(Path(__file__).resolve().parent))  # benchmarks are scripts
 from run import start_server
 
-from forerun.engine.http_backend import HttpBackend
+from forerun.client.connection import ClientConfig
+from forerun.measure.bench.endpoint import MeasuredServer
 from forerun.measure.bench.load import LoadBlock, measure_load
 from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect
@@ -69,18 +70,18 @@ def measure(options: argparse.Namespace, url: str) -> dict[str, list[LoadBlock]]
     prompts = [prompt.text for prompt in held_out_prompts()][: options.prompts]
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     blocks: dict[str, list[LoadBlock]] = {arm: [] for arm in ARMS}
-    with HttpBackend(url) as backend:
+    with MeasuredServer(ClientConfig(url=url)) as server:
         warm_up = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         for settings in (warm_up, params):
             for prompt in prompts:
-                backend.generate([prompt], settings)
+                server.ask(prompt, settings)
         ends_s = time.monotonic() + 60 * options.minutes
         while len(blocks["open"]) < 2 or time.monotonic() < ends_s:
             index = len(blocks["open"])
             for arm in ARMS if index % 2 == 0 else ARMS[::-1]:
                 with page(url, is_open=arm == "open"):
                     block = measure_load(
-                        backend,
+                        server,
                         prompts,
                         params,
                         endpoint=arm,

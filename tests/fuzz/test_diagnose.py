@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from tests.fuzz.harness import fuzz_test
-from tests.records import FULL, HEADER, REQUEST, STEP, steps
+from tests.records import FULL, HEADER, REQUEST, STEP, line_of, steps
 
 from forerun.doctor.diagnosis import diagnose
 from forerun.doctor.evidence import Evidence
@@ -16,7 +16,6 @@ from forerun.doctor.readers.prometheus import PrometheusText
 from forerun.doctor.readers.sources import read_source, read_text
 from forerun.doctor.words import headline, page_of, sections
 from forerun.terminal_text import printable
-from forerun.trace.files import line_of
 
 RECORDS = [HEADER, *steps(40), FULL, STEP, REQUEST]
 TRACE = b"".join(map(line_of, RECORDS))

@@ -14,9 +14,8 @@ import pytest
 from tests.server.conftest import MODEL, serving, tiny_engine
 
 from forerun.cli.main import main
-from forerun.engine.results import Completion
+from forerun.measure.bench.endpoint import TimedAnswer
 from forerun.measure.bench.load import LoadBlock, agreement, load_figures, load_outcome, load_rows
-from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.intervals import Interval
 
 SMALL = ("--blocks", "2", "--max-tokens", "6", "--concurrency", "1,2", "--ignore-eos")
@@ -96,23 +95,8 @@ def test_texts_of_different_models_differ(address, prompts, capsys):
 # -------------------------------------------------------------------------------------- the figures
 
 
-def completion(text: str, ttft_s: float, total_s: float, num_tokens: int) -> Completion:
-    return Completion(
-        index=0,
-        text=text,
-        token_ids=(),
-        finish_reason="length",
-        stop_reason=None,
-        sources=(),
-        logprobs=None,
-        acceptance=AcceptanceCounts(),
-        ttft_s=ttft_s,
-        prefill_s=ttft_s,
-        total_s=total_s,
-        num_cached_tokens=0,
-        num_preemptions=0,
-        num_counted=num_tokens,
-    )
+def completion(text: str, ttft_s: float, total_s: float, num_tokens: int) -> TimedAnswer:
+    return TimedAnswer(text=text, ttft_s=ttft_s, total_s=total_s, num_tokens=num_tokens)
 
 
 def block(index: int, scale: float = 1.0, endpoint: str = "a", text: str = "x") -> LoadBlock:

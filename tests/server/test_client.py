@@ -13,16 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import httpx
-import msgspec
 import pytest
 from tests.replayed import Replayed
 
 from forerun.client import client as client_module
 from forerun.client import connection
-from forerun.client.client import Client, ServerAnswer, Speculation, read_answer
+from forerun.client.client import Client, ServerAnswer, read_answer
 from forerun.client.connection import BrokenReply, ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
-from forerun.theory.acceptance import AcceptanceCounts
 
 
 def client_of(reply: Callable[[httpx.Request], httpx.Response], **changes: object) -> Client:
@@ -39,20 +37,20 @@ def test_it_loads_no_torch_and_no_engine():
 
 
 @pytest.mark.parametrize(
-    ("path", "base", "is_chat"),
+    ("path", "base"),
     [
-        ("", "/v1", False),
-        ("/v1", "/v1", False),
-        ("/v1/", "/v1", False),
-        ("/proxy", "/proxy/v1", False),
-        ("/v1/completions", "/v1", False),
-        ("/some/completions", "/some", False),
-        ("/v1/chat/completions", "/v1", True),
+        ("", "/v1"),
+        ("/v1", "/v1"),
+        ("/v1/", "/v1"),
+        ("/proxy", "/proxy/v1"),
+        ("/v1/completions", "/v1"),
+        ("/some/completions", "/some"),
+        ("/v1/chat/completions", "/v1"),
     ],
 )
-def test_addresses(path, base, is_chat):
+def test_addresses(path, base):
     config = ClientConfig(url=f"http://server{path}")
-    assert (config.base, config.is_chat) == (f"http://server{base}", is_chat)
+    assert config.base == f"http://server{base}"
 
 
 @pytest.mark.parametrize("changes", [{"num_tries": 0}, {"timeout_s": 0.0}, {"max_connections": 0}])
@@ -298,27 +296,6 @@ def test_a_silent_server_is_asked_again():
             assert client.connection.waits_s == [0.0]
 
 
-# ------------------------------------------------------------------------- counts of speculation
-
-
-def test_counts_of_many_steps_take_no_time():
-    """They were made in a loop over the steps."""
-    found = Speculation(
-        num_steps=10**12,
-        num_drafted=2 * 10**12,
-        num_plain_steps=3,
-        drafted_per_position=(10**12, 10**12),
-        acceptance_rate_per_position=(0.75, 0.5),
-    ).acceptance
-    assert found.num_steps == 10**12 + 3
-    assert found.steps == {
-        (2, 2): 5 * 10**11,
-        (2, 1): 25 * 10**10,
-        (2, 0): 25 * 10**10,
-        (0, 0): 3,
-    }
-
-
 def test_types_of_answers_are_examined_before_threads_read_answers():
     """Two threads that examine the same type end the process in msgspec 0.22."""
     code = (
@@ -330,37 +307,3 @@ def test_types_of_answers_are_examined_before_threads_read_answers():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout == "x\n", run.stderr
-
-
-def test_counts_are_those_of_one_step_after_another():
-    drafted, accepted, num_steps = (9, 7, 7, 2), (8, 5, 1, 0), 11
-    found = Speculation(
-        num_steps=num_steps,
-        num_drafted=sum(drafted),
-        drafted_per_position=drafted,
-        acceptance_rate_per_position=tuple(a / d for a, d in zip(accepted, drafted, strict=True)),
-    ).acceptance
-    expected = AcceptanceCounts()
-    for step in range(num_steps):
-        depth = sum(step < n for n in drafted)
-        expected.add(depth, min(depth, sum(step < n for n in accepted)))
-    assert found == expected
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"drafted_per_position": [1] * 100_000, "acceptance_rate_per_position": [1.0] * 100_000},
-        {"num_steps": -1},
-        {"num_plain_steps": -1},
-        {"drafted_per_position": [3]},
-    ],
-)
-def test_figures_that_cannot_be_are_refused(changes):
-    figures = {"num_steps": 3, "num_drafted": 3} | changes
-    usage = read_answer({"usage": {"speculative_decoding": figures}}).usage
-    assert usage is not None and usage.speculative_decoding is not None
-    with pytest.raises(ValueError, match=r"figures of|zip"):
-        _ = usage.speculative_decoding.acceptance
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"num_steps": "many", "num_drafted": 1}, Speculation)

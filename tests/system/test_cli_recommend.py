@@ -215,7 +215,7 @@ def test_drafts_that_cannot_be_used_are_an_error(tiny_pair, tmp_path, capsys, mo
 
 
 def test_shipped_drafts_of_a_shipped_target_are_at_hand():
-    assert drafts_at_hand("zoo:code-40m", "cpu") == (
+    assert drafts_at_hand("zoo:code-40m") == (
         "zoo:code-2m-for-40m",
         "zoo:eagle3-for-40m",
         "suffix",

@@ -32,8 +32,8 @@ from forerun.models.architecture import WeightFormat
 from forerun.models.catalog import DEFAULT_TARGET, ZOO_DRAFTS
 
 if TYPE_CHECKING:
-    from forerun.engine.http_backend import HttpBackend
     from forerun.measure.bench.comparison import BenchComparison, BenchTrace
+    from forerun.measure.bench.endpoint import MeasuredServer
     from forerun.measure.bench.load import LoadBlock
     from forerun.sampling.config import SamplingParams
     from forerun.theory.intervals import Interval
@@ -98,7 +98,7 @@ class EndpointRun:
 
     options: BenchOptions
     params: SamplingParams
-    backends: dict[str, HttpBackend] = field(default_factory=dict)
+    servers: dict[str, MeasuredServer] = field(default_factory=dict)
     blocks: list[LoadBlock] = field(default_factory=list)
     number: int = field(default_factory=lambda: secrets.randbits(32))
 
@@ -111,13 +111,13 @@ class EndpointRun:
         with ExitStack() as stack:
             for place, url in enumerate(self.options.endpoints.url):
                 name = shown_url(url)
-                name += " (2)" if name in self.backends else ""
-                self.backends[name] = stack.enter_context(self._connect(place, url))
-            total = self.options.blocks * len(counts) * len(self.backends)
+                name += " (2)" if name in self.servers else ""
+                self.servers[name] = stack.enter_context(self._connect(place, url))
+            total = self.options.blocks * len(counts) * len(self.servers)
             try:
                 with progress_bar("warming up", total) as report:
                     for block in run_load(
-                        self.backends,
+                        self.servers,
                         lambda first, n: load_prompts(texts, first, n, self.number),
                         self.params,
                         num_requests=counts,
@@ -127,21 +127,21 @@ class EndpointRun:
                         done = len(self.blocks)
                         report(f"{block.concurrency} clients, block {done} of {total}", done)
             except BaseException:
-                for backend in self.backends.values():
-                    backend.close()  # ends the requests that still run
+                for server in self.servers.values():
+                    server.close()  # ends the requests that still run
                 raise
             finally:
                 if self.blocks:
                     self.show()
         return 0
 
-    def _connect(self, place: int, url: str) -> HttpBackend:
+    def _connect(self, place: int, url: str) -> MeasuredServer:
         from forerun.client.connection import ClientConfig
-        from forerun.engine.http_backend import HttpBackend
+        from forerun.measure.bench.endpoint import MeasuredServer
 
         variables = self.options.endpoints.api_key_env
         variable = variables[min(place, len(variables) - 1)] if variables else None
-        return HttpBackend(
+        return MeasuredServer(
             ClientConfig(
                 url=url,
                 model=self.options.model,
@@ -181,8 +181,8 @@ class EndpointRun:
             cells.append(cell)
         return {
             "endpoints": [
-                {"url": url, "model": backend.model, "num_retries": len(backend.waits_s)}
-                for url, backend in self.backends.items()
+                {"url": url, "model": server.model, "num_retries": len(server.waits_s)}
+                for url, server in self.servers.items()
             ],
             "cells": cells,
             "blocks": [block.to_dict() for block in self.blocks],
@@ -200,11 +200,11 @@ class EndpointRun:
         from forerun.measure.bench.load import load_figures, load_rows
 
         console = SafeConsole()
-        letters = dict(zip(self.backends, "AB", strict=False))
-        for url, backend in self.backends.items():
-            waits = backend.waits_s
+        letters = dict(zip(self.servers, "AB", strict=False))
+        for url, server in self.servers.items():
+            waits = server.waits_s
             busy = f"; {len(waits)} retries after {sum(waits):.0f} s, included in the times"
-            line = f"{letters[url]}: {url}, model {backend.model}{busy if waits else ''}"
+            line = f"{letters[url]}: {url}, model {server.model}{busy if waits else ''}"
             console.print(line, markup=False)
         headings = (heading for heading, _, _ in COLUMNS.values())
         table = table_of(Column("clients", no_wrap=True), *headings)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from forerun.engine.observing import ObservedStep
     from forerun.engine.scheduler import ScheduledSequence
     from forerun.models.tokenizers import Tokenizer
-    from forerun.sampling.proposal import Proposal, Verdict
     from forerun.trace.files import TraceWriter
 
 
@@ -101,7 +100,7 @@ def _generate(options: GenerateOptions, prompt: str, template: str | None) -> in
         if trace is not None:
             hashes = _add_headers(trace, pair, engine)
         writer = choose_writer(engine.tokenizer, output)
-        view = TreeView()
+        view = TreeView(engine.tokenizer)
         session = Session(
             engine,
             trace=trace,
@@ -120,7 +119,7 @@ def _generate(options: GenerateOptions, prompt: str, template: str | None) -> in
             raise
         finally:
             if options.show_tree:
-                SafeConsole(stderr=True).print(view.rendered(engine.tokenizer))
+                SafeConsole(stderr=True).print(view.kept)
             if not output.quiet and session.records:
                 print_figures(session.figures, is_verbose=output.verbose)
     return Exit.FAILED if trace is not None and trace.failed else Exit.GOOD
@@ -201,32 +200,19 @@ ACCEPTED_STYLE = "bold green"
 EMITTED_STYLE = "bold cyan"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DraftedTree:
-    """The draft of one step and its outcome.
+class TreeView:
+    """An observer that keeps the draft with the longest accepted path; of equals, the largest.
 
     Attributes:
-        target_probs: of every node, the target's probability of its token after its path, before
-            the request's sampling parameters are applied.
-        draft_probs: of every node, the draft's; None where it has none.
+        kept: that draft as a tree for the terminal, or a sentence while no step has drafted.
     """
-
-    step: int
-    last_token: int
-    proposal: Proposal
-    verdict: Verdict
-    target_probs: list[float]
-    draft_probs: list[float] | None
-
-
-class TreeView:
-    """An observer that keeps the draft with the longest accepted path; of equals, the largest."""
 
     is_required = True
     wants_logits = True
 
-    def __init__(self) -> None:
-        self.kept: DraftedTree | None = None
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.kept: RichTree | Text = Text("no step drafted a token, so there is no tree to show")
         self._rank = (-1, 0)
 
     def observe(self, step: ObservedStep) -> None:
@@ -235,53 +221,39 @@ class TreeView:
             rank = record.num_accepted, record.num_drafted
             if record.num_drafted and rank > self._rank:
                 self._rank = rank
-                self.kept = _make_tree(entry, record.step)
+                self.kept = self._draw(entry, record.step)
 
-    def rendered(self, tokenizer: Tokenizer) -> RichTree | Text:
-        """Return the kept draft as a tree for the terminal, or a sentence if no draft was kept."""
-        kept = self.kept
-        if kept is None:
-            return Text("no step drafted a token, so there is no tree to show")
+    def _draw(self, entry: ScheduledSequence, number: int) -> RichTree:
+        """Return a draft with its outcome; the step must have kept its logits.
 
-        def shown(token: int) -> str:
-            return printable(repr(tokenizer.decode([token])))
+        Probabilities of the target are those before the request's sampling parameters.
+        """
+        from forerun.engine.verification import drafted_probs
 
-        tree, verdict = kept.proposal.tree, kept.verdict
+        proposal, verdict = entry.proposal, entry.verdict
+        target_probs, draft_probs = drafted_probs(entry, is_raw=True)
+        assert proposal is not None and verdict is not None and target_probs is not None
+        tree = proposal.tree
         title = (
-            f"step {kept.step}: {len(tree.parents)} nodes, depth {max(tree.depths)}, "
-            f"{verdict.num_accepted} accepted, after {shown(kept.last_token)}"
+            f"step {number}: {len(tree.parents)} nodes, depth {max(tree.depths)}, "
+            f"{verdict.num_accepted} accepted, after "
+            + self._show(entry.sequence.ids[-1 - entry.num_emitted])
         )
         branches = {-1: RichTree(Text(title))}
-        tokens = kept.proposal.tokens.tolist()
+        tokens = proposal.tokens.tolist()
         for node, parent in enumerate(tree.parents):
-            label = Text(shown(tokens[node]))
-            label.append(f"  target {kept.target_probs[node]:.2f}", style="dim")
-            if kept.draft_probs is not None:
-                label.append(f"  draft {kept.draft_probs[node]:.2f}", style="dim")
+            label = Text(self._show(tokens[node]))
+            label.append(f"  target {target_probs[node]:.2f}", style="dim")
+            if draft_probs is not None:
+                label.append(f"  draft {draft_probs[node]:.2f}", style="dim")
             if node in verdict.path:
                 label.stylize(ACCEPTED_STYLE)
                 label.append("  accepted", style=ACCEPTED_STYLE)
             branches[node] = branches[parent].add(label)
-        last = f"{shown(verdict.tokens[-1])}  {verdict.sources[-1]}"
+        last = f"{self._show(verdict.tokens[-1])}  {verdict.sources[-1]}"
         end = verdict.path[-1] if verdict.path else -1
         branches[end].add(Text(last, style=EMITTED_STYLE))
         return branches[-1]
 
-
-def _make_tree(entry: ScheduledSequence, step: int) -> DraftedTree:
-    """Return the draft of a sequence and its outcome; the step must have kept its logits."""
-    from forerun.engine.verification import drafted_probs
-
-    proposal, verdict = entry.proposal, entry.verdict
-    assert proposal is not None
-    assert verdict is not None
-    probs, drafts = drafted_probs(entry, is_raw=True)
-    assert probs is not None
-    return DraftedTree(
-        step=step,
-        last_token=entry.sequence.ids[-1 - entry.num_emitted],
-        proposal=proposal,
-        verdict=verdict,
-        target_probs=probs,
-        draft_probs=drafts,
-    )
+    def _show(self, token: int) -> str:
+        return printable(repr(self.tokenizer.decode([token])))

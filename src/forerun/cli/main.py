@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from logging.handlers import MemoryHandler
 from typing import Any
 
 import forerun
@@ -35,7 +34,6 @@ from forerun.errors import (
 )
 from forerun.terminal_text import printable
 
-MAX_HELD_NOTICES = 100
 PREPARATION = "forerun.preparation"
 """Logger of what is prepared once, or once per start."""
 COMMANDS = {
@@ -109,10 +107,19 @@ DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Notices(logging.Handler):
-    """Prints log records to the stderr of the moment, which a spinner may have replaced."""
+    """Prints log records to the stderr of the moment, which a spinner may have replaced.
+
+    Attributes:
+        held: records to print later; None while each is printed at once.
+    """
+
+    held: list[logging.LogRecord] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line that begins with the program's name."""
+        if self.held is not None:
+            self.held.append(record)
+            return
         try:
             print(f"forerun: {printable(self.format(record))}", file=sys.stderr, flush=True)
         except (BrokenPipeError, ValueError):  # stderr is closed
@@ -142,24 +149,16 @@ def list_notice_handlers() -> list[Notices]:
 @contextmanager
 def notices_held() -> Iterator[None]:
     """Hold warnings back until the block ends, so that they do not interrupt streamed text."""
-    package, shown = logging.getLogger("forerun"), list_notice_handlers()
-    held = [
-        MemoryHandler(MAX_HELD_NOTICES, flushLevel=logging.CRITICAL + 1, target=handler)
-        for handler in shown
-    ]
+    shown = list_notice_handlers()
     for handler in shown:
-        package.removeHandler(handler)
-    for memory, handler in zip(held, shown, strict=True):
-        memory.setLevel(handler.level)
-        package.addHandler(memory)
+        handler.held = []
     try:
         yield
     finally:
-        for memory in held:
-            package.removeHandler(memory)
-            memory.close()  # prints what it holds
         for handler in shown:
-            package.addHandler(handler)
+            held, handler.held = handler.held or [], None
+            for record in held:
+                handler.handle(record)
 
 
 @contextmanager

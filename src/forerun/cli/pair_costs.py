@@ -14,7 +14,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.measure.bench.compare import on_best_threads
 from forerun.measure.profile import Profile, ProfileConfig, check_setup
-from forerun.measure.rigs import facts_of, load_pair, measure_pair, setup_of
+from forerun.measure.rigs import draft_of, facts_of, load_pair, measure_pair, setup_of
 from forerun.theory.cost import CostTable, DraftCosts
 
 ALIGN_BUDGET_S = 15.0
@@ -48,7 +48,7 @@ class PairCosts:
     def _get_profile(self, draft: Path, target_hash: str) -> Profile:
         config = self.config
         most = config.evaluation.num_speculative_tokens
-        pair, probe = load_pair(
+        engine, probe = load_pair(
             config.target,
             str(draft),
             dtype=config.dtype,
@@ -62,13 +62,14 @@ class PairCosts:
             ),
         )
         facts = (
-            facts_of(config.target, pair.target, known_hash=target_hash),
-            facts_of(str(draft), pair.draft),
+            facts_of(config.target, engine.target, known_hash=target_hash),
+            facts_of(str(draft), draft_of(engine.drafter)),
         )
         if self.profile is not None:
             # The weights are about to change; what a pass over them takes is not.
             draft_hash = self.profile.setup.draft_hash
-            check_setup(self.profile, replace(setup_of(pair, *facts), draft_hash=draft_hash))
+            setup = setup_of(engine.target, engine.drafter, engine.config, facts)
+            check_setup(self.profile, replace(setup, draft_hash=draft_hash))
             return self.profile
         with SafeConsole(stderr=True).status(
             "measuring what drafting and verifying cost"
@@ -77,7 +78,7 @@ class PairCosts:
             def notify(num_rounds: int, error: float) -> None:
                 status.update(f"measuring costs: round {num_rounds}, within {error:.1%}")
 
-            return measure_pair(pair, facts, probe, clock=time.perf_counter, notify=notify)
+            return measure_pair(engine, facts, probe, clock=time.perf_counter, notify=notify)
 
     def _choose_threads(self) -> int:
         """Return the given number of threads, or else the fastest for these models."""

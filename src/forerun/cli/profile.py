@@ -91,11 +91,11 @@ def run(options: ProfileOptions) -> int:
 
 def measure_draft(models: TargetFlags, draft: str | None, config: ProfileConfig) -> Profile:
     """Load the pair and measure it, with a progress bar on stderr."""
-    from forerun.measure.rigs import facts_of, load_pair, measure_pair
+    from forerun.measure.rigs import draft_of, facts_of, load_pair, measure_pair
 
     engine = EngineConfig(runner=models.runner, num_threads=use_threads(models.threads))
     with SafeConsole(stderr=True).status("loading models"):
-        pair, config = load_pair(
+        loaded, config = load_pair(
             models.target,
             draft,
             dtype=models.dtype,
@@ -103,12 +103,10 @@ def measure_draft(models: TargetFlags, draft: str | None, config: ProfileConfig)
             engine=engine,
             config=config,
         )
-        facts = (
-            facts_of(models.target, pair.target),
-            facts_of(draft, pair.draft),
-        )
+        draft_facts = facts_of(draft, draft_of(loaded.drafter))
+        facts = facts_of(models.target, loaded.target), draft_facts
     with progress(config) as notify:
-        return measure_pair(pair, facts, config, clock=time.perf_counter, notify=notify)
+        return measure_pair(loaded, facts, config, clock=time.perf_counter, notify=notify)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from forerun.cli.flags import check_threads
 from forerun.cli.tables import SafeConsole, progress_bar, table_of, with_ends
 from forerun.errors import Range
 from forerun.measure.bench.config import RecommendConfig
-from forerun.models.architecture import Runner, WeightFormat
 from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
@@ -36,10 +35,6 @@ class RecommendOptions(RecommendConfig):
     ] = ()
     num_threads: Annotated[int | None, arg(name="threads")] = None
     max_tokens: Suppress[int] = 128
-    dtype: Suppress[str] = "auto"
-    device: Suppress[str] = "auto"
-    runner: Suppress[Runner] = "auto"
-    draft_weights: Suppress[WeightFormat] = "auto"
     prompts: Path | None = None
     """As for `forerun bench`. Default: shipped chats for a chat model, else Python code."""
     raw: bool = False

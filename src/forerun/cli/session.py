@@ -28,7 +28,7 @@ from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.verification import drafted_probs
 from forerun.errors import InvalidRequest
 from forerun.measure.profile import profiles_of_drafts
-from forerun.measure.rigs import LoadedPair, ModelFacts, facts_of, setup_of
+from forerun.measure.rigs import draft_of, facts_of, setup_of
 from forerun.models.tokenizers import Detokenizer, Tokenizer
 from forerun.sampling.config import SamplingParams, TokenSource
 from forerun.terminal_text import printable
@@ -135,22 +135,12 @@ def costs_of(engine: Engine, pair: PairFlags) -> dict[str, CostSource]:
     drafters = drafters_of(engine)
     if len(drafters) != len(pair.draft_names):
         raise InvalidRequest("a draft could not be loaded; with a --profile name the drafts")
-    setups = {}
+    setups, target = {}, facts_of(pair.target, engine.target)
     for (method, drafter), name in zip(drafters.items(), pair.draft_names, strict=True):
-        loaded, facts = pair_of(engine, drafter, pair.target, name)
-        setups[method] = setup_of(loaded, *facts)
+        facts = target, facts_of(name, draft_of(drafter))
+        setups[method] = setup_of(engine.target, drafter, engine.config, facts)
     found = profiles_of_drafts(pair.profile, setups)
     return {method: profile.costs for method, profile in found.items()}
-
-
-def pair_of(
-    engine: Engine, drafter: Drafter, target: str, draft: str
-) -> tuple[LoadedPair, tuple[ModelFacts, ModelFacts]]:
-    """Return the target of an engine with a draft, and the facts that a profile records of both."""
-    pair = LoadedPair(
-        target=engine.target, drafter=drafter, tokenizer=engine.tokenizer, engine=engine.config
-    )
-    return pair, (facts_of(target, pair.target), facts_of(draft, pair.draft))
 
 
 NOTHING: Mapping[str, Json] = {}

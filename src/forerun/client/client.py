@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -16,15 +16,12 @@ from forerun.client.door import Transport
 from forerun.client.urls import shown_url
 from forerun.errors import InvalidRequest, ServerUnavailable, UnreadableInput
 from forerun.terminal_text import printable
-from forerun.theory.acceptance import AcceptanceCounts
 
 _ID_PREFIX = "token_id:"
 MAX_ID = 2**31 - 1
 """Largest id of a token; tensors and files of forerun hold no larger one."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-_MAX_POSITIONS = 4096
-"""Most draft positions in a server's report on speculation."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,37 +44,10 @@ class ModelList(msgspec.Struct, frozen=True):
     data: tuple[ModelCard, ...]
 
 
-class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+class Speculation(msgspec.Struct, frozen=True):
     """Counts of a request's drafting, which forerun adds to `usage`."""
 
-    num_steps: int
     num_drafted: int
-    num_plain_steps: int | None = None
-    drafted_per_position: tuple[int, ...] | None = None
-    acceptance_rate_per_position: tuple[float, ...] | None = None
-
-    @property
-    def acceptance(self) -> AcceptanceCounts:
-        """Acceptance counts that reproduce the figures per position.
-
-        A server reports how many steps drafted and accepted each position, and not both together.
-        The steps that drafted most are taken for those that accepted most, which leaves tau and
-        every rate per position as they are; with a fixed K nothing else is possible.
-        """
-        drafted, rates = self.drafted_per_position or (), self.acceptance_rate_per_position or ()
-        if len(drafted) > _MAX_POSITIONS or min(self.num_steps, self.num_plain_steps or 0) < 0:
-            raise ValueError(f"figures of {len(drafted)} positions and {self.num_steps} steps")
-        accepted = [round(rate * n) for rate, n in zip(rates, drafted, strict=True)]
-        counts = AcceptanceCounts(num_drafted=self.num_drafted)
-        # Steps between two neighbouring counts drafted and accepted equally far.
-        ends = {0, self.num_steps, *drafted, *accepted}
-        bounds = sorted(n for n in ends if 0 <= n <= self.num_steps)
-        for first, end in pairwise(bounds):
-            depth = sum(first < n for n in drafted)
-            counts.steps[depth, min(depth, sum(first < n for n in accepted))] += end - first
-        counts.steps[0, 0] += self.num_plain_steps or 0
-        counts.steps = +counts.steps  # without an entry of zero plain steps
-        return counts
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,9 +73,7 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     message: _Message | None = None
     delta: _Message | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
     token_ids: tuple[int, ...] | None = None
-    token_sources: tuple[str, ...] | None = None
     logprobs: Any = None
 
 
@@ -141,16 +109,12 @@ class ServerAnswer:
     """A whole answer, or what one event of a stream adds to it.
 
     Attributes:
-        token_sources: the `TokenSource` of each token, if the server is forerun.
-        stop_reason: the stop string or token that matched, if the server names it.
         logprobs: of each token; None without them, or if they are malformed.
     """
 
     text: str | None
     token_ids: tuple[int, ...] | None
-    token_sources: tuple[str, ...]
     finish_reason: str | None
-    stop_reason: int | str | None
     logprobs: tuple[TokenLogprob, ...] | None
     usage: Usage | None
     timings: Timings | None = None
@@ -186,9 +150,7 @@ def read_answer(found: Any) -> ServerAnswer:
     answer = ServerAnswer(
         text=choice.text if message is None else message.content,
         token_ids=choice.token_ids,
-        token_sources=choice.token_sources or (),
         finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
         logprobs=_read_logprobs(choice.logprobs),
         usage=reply.usage,
         timings=reply.timings,
@@ -323,7 +285,6 @@ class Client:
         logprobs: int | None = None,
         echo: bool = False,
         seed: int | None = None,
-        check: Callable[[ServerAnswer], None] = lambda answer: None,
     ) -> ServerAnswer:
         """Return the continuation of a text.
 
@@ -331,7 +292,6 @@ class Client:
             logprobs: how many of the most likely tokens to report at every position.
             echo: whether the answer begins with the prompt.
             seed: its lowest 31 bits are sent.
-            check: raises BrokenReply where the request is to be sent again.
 
         Raises:
             InvalidRequest: the server refuses the request.
@@ -339,7 +299,7 @@ class Client:
         """
         body = self._build_body(prompt, fields, logprobs, seed)
         body |= {"echo": True} if echo else {}
-        return self._answer("/completions", body, check)
+        return self._answer("/completions", body)
 
     def chat(
         self,
@@ -348,7 +308,6 @@ class Client:
         *,
         logprobs: int | None = None,
         seed: int | None = None,
-        check: Callable[[ServerAnswer], None] = lambda answer: None,
     ) -> ServerAnswer:
         """Return the next message of a conversation; arguments and errors as `complete`."""
         body = {
@@ -356,7 +315,7 @@ class Client:
             **self._collect_fields(fields, seed),
         }
         body |= {} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}
-        return self._answer("/chat/completions", body, check)
+        return self._answer("/chat/completions", body)
 
     def stream(
         self,
@@ -400,12 +359,5 @@ class Client:
         }
         return body if logprobs is None else {**body, "logprobs": logprobs}
 
-    def _answer(
-        self, path: str, body: Mapping[str, object], check: Callable[[ServerAnswer], None]
-    ) -> ServerAnswer:
-        def read(found: object) -> ServerAnswer:
-            answer = read_answer(found)
-            check(answer)
-            return answer
-
-        return self.connection.post(self.config.base + path, body, read)
+    def _answer(self, path: str, body: Mapping[str, object]) -> ServerAnswer:
+        return self.connection.post(self.config.base + path, body, read_answer)

@@ -28,8 +28,6 @@ from forerun.client.urls import shown_url
 from forerun.errors import InvalidRequest, Range, ServerUnavailable, UnreadableInput, check_ranges
 from forerun.terminal_text import printable
 
-_CHAT = "/chat"
-_COMPLETIONS = "/completions"
 _RANGES = (
     Range("max_connections", 1, integer=True),
     Range("num_tries", 1, integer=True),
@@ -73,14 +71,9 @@ class ClientConfig:
     def base(self) -> str:
         """Address that the paths of the API are appended to."""
         url = self.url.rstrip("/")
-        if url.endswith(_COMPLETIONS):
-            return url.removesuffix(_COMPLETIONS).removesuffix(_CHAT)
+        if url.endswith("/completions"):
+            return url.removesuffix("/completions").removesuffix("/chat")
         return url if url.endswith("/v1") else url + "/v1"
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the address is that of /chat/completions."""
-        return self.url.rstrip("/").endswith(_CHAT + _COMPLETIONS)
 
 
 logger = logging.getLogger("forerun.client")

@@ -30,10 +30,7 @@ _QUOTING = (httpx.InvalidURL, httpx.LocalProtocolError, httpx.UnsupportedProtoco
 _CONNECT_S = 10.0
 API_KEY = "OPENAI_API_KEY"
 UNAUTHORIZED = (401, 403)
-KEY_HINT = (
-    f" (the key sent is that of {API_KEY}, or of the variable that --api-key-env, or in `align` "
-    "--responses-key-env, names)"
-)
+KEY_HINT = f" (the key sent is that of {API_KEY}, or of the variable that --api-key-env names)"
 
 # Below this level they log the whole URL of every request.
 for _name in ("httpx", "httpcore", "httpx2", "httpcore2"):

@@ -114,7 +114,6 @@ class Completion:
         total_s: seconds from arrival to the end.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
         num_preemptions: how often it had to give up its place in the batch for a while.
-        num_counted: emitted tokens by the count of a server, which may return no ids; else None.
     """
 
     index: int
@@ -130,12 +129,11 @@ class Completion:
     total_s: float
     num_cached_tokens: int
     num_preemptions: int
-    num_counted: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Number of emitted tokens."""
-        return len(self.token_ids) if self.num_counted is None else self.num_counted
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +260,7 @@ class Capabilities:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Interface for text generation by an `Engine` or by an OpenAI-compatible server's client."""
+    """Interface for text generation, which `Engine` has."""
 
     def generate(
         self,

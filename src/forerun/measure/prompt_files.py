@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from io import StringIO
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import msgspec
 
 from forerun.bounded_read import (
     ReadLimits,
@@ -31,15 +33,6 @@ if TYPE_CHECKING:
 SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 """Suffixes of all files that are read."""
 SEPARATOR = "---"
-OWN_FIELDS = ("prompt", "text", "messages")
-ID_FIELDS = ("prompt_ids", "token_ids")
-FIELDS = (
-    *OWN_FIELDS,
-    "response",
-    "tag",
-    *ID_FIELDS,
-    "conversations",
-)
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Other roles of ShareGPT, such as "system", are those of chat templates."""
 MAX_RECORDS = 1_000_000
@@ -57,6 +50,33 @@ Message = Mapping[str, str]
 """A message of a conversation, with the keys "role" and "content"."""
 Rows = Iterable[tuple[str, object]]
 """Records, each behind its place for error messages."""
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Ids = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+
+
+class _Message(msgspec.Struct, frozen=True):
+    role: Text
+    content: str
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    """A message of ShareGPT."""
+
+    sender: Text = msgspec.field(name="from")
+    value: str
+
+
+class _Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One record of a file, in forerun's or ShareGPT's form."""
+
+    prompt: Text | None = None
+    text: Text | None = None
+    messages: Annotated[tuple[_Message, ...], msgspec.Meta(min_length=1)] = ()
+    turns: tuple[_Turn, ...] = msgspec.field(default=(), name="conversations")
+    response: Text | None = None
+    tag: str = ""
+    prompt_ids: Ids = ()
+    token_ids: Ids = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +233,9 @@ def _read_parquet_rows(file: Path) -> Rows:
 
     check_regular(file)  # opening a pipe may never return
     try:
-        columns = [name for name in pq.read_schema(file).names if name in FIELDS]
+        columns = [
+            name for name in pq.read_schema(file).names if name in _Row.__struct_encode_fields__
+        ]
     except (OSError, ArrowException) as error:
         raise InvalidRequest(f"{file} is no whole Parquet file: {first_line(error)}") from error
     number = 0
@@ -248,68 +270,33 @@ def _build_entry(row: object, where: str) -> PromptEntry:
     """Check a record in forerun's or ShareGPT's form and convert it to an entry."""
     if not isinstance(row, Mapping):
         raise InvalidRequest(f'{where} is no object with a "prompt" or "messages"')
-    # Rows of a table have every column; those without a value are null.
-    fields = _convert_form({name: row[name] for name in FIELDS if row.get(name) is not None}, where)
-    if sum(name in fields for name in OWN_FIELDS) != 1:
+    try:
+        # Rows of a table have every column; those without a value are null.
+        found = msgspec.convert({n: v for n, v in row.items() if v is not None}, _Row)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{where}: {error}") from error
+    messages = tuple({"role": m.role, "content": m.content} for m in found.messages)
+    texts = [text for text in (found.prompt, found.text) if text is not None]
+    if not texts and not messages:
+        messages = tuple(
+            {"role": SHAREGPT_ROLES.get(turn.sender, turn.sender), "content": turn.value}
+            for turn in found.turns
+        )
+    if len(texts) + bool(messages) != 1:
         raise InvalidRequest(
             f'{where} must have one of "prompt", "text" and "messages", or be a record of ShareGPT '
             '("conversations")'
         )
-    messages = fields.pop("messages", None)
-    ids = {name: _check_ids(fields.pop(name, []), name, where) for name in ID_FIELDS}
-    if ids["token_ids"] and not ids["prompt_ids"]:
+    if found.token_ids and not found.prompt_ids:
         raise InvalidRequest(f'{where} has "token_ids" without the "prompt_ids" they follow')
-    for name, value in fields.items():
-        if not isinstance(value, str) or (name != "tag" and not value):
-            raise InvalidRequest(f'{where}: "{name}" is {value!r:.60}; it must be text, not empty')
+    if messages and messages[0]["role"] == "assistant":
+        raise InvalidRequest(f"{where}: the conversation begins with the assistant's answer")
     return PromptEntry(
         where=where,
-        text=fields.get("prompt", fields.get("text")),
-        messages=() if messages is None else _check_messages(messages, where),
-        response=fields.get("response"),
-        tag=fields.get("tag", ""),
-        **ids,
+        text=texts[0] if texts else None,
+        messages=messages,
+        response=found.response,
+        tag=found.tag,
+        prompt_ids=found.prompt_ids,
+        token_ids=found.token_ids,
     )
-
-
-def _check_ids(ids: object, name: str, where: str) -> tuple[int, ...]:
-    if not isinstance(ids, list) or not all(
-        isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids
-    ):
-        raise InvalidRequest(f'{where}: "{name}" is {ids!r:.60}; it must be a list of token ids')
-    return tuple(ids)
-
-
-def _convert_form(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a record, the conversation of a ShareGPT record as messages."""
-    own = dict(fields)
-    turns = own.pop("conversations", None)
-    if turns is None or any(name in own for name in OWN_FIELDS):
-        return own
-    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise InvalidRequest(f'{where}: "conversations" must be a list of objects')
-    own["messages"] = [
-        {
-            "role": SHAREGPT_ROLES.get(str(turn.get("from")), turn.get("from")),
-            "content": turn.get("value"),
-        }
-        for turn in turns
-    ]
-    return own
-
-
-def _check_messages(messages: object, where: str) -> tuple[Message, ...]:
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest(f'{where}: "messages" must be a list of messages, not empty')
-    checked: list[Message] = []
-    for index, message in enumerate(messages):
-        fields = message if isinstance(message, Mapping) else {}
-        role, content = fields.get("role"), fields.get("content")
-        if not isinstance(role, str) or not isinstance(content, str) or not role:
-            raise InvalidRequest(
-                f'{where}: message {index} must have "role" and "content", both of text'
-            )
-        checked.append({"role": role, "content": content})
-    if checked[0]["role"] == "assistant":
-        raise InvalidRequest(f"{where}: the conversation begins with the assistant's answer")
-    return tuple(checked)

@@ -187,7 +187,7 @@ class _DepthsInTurn(Controller):
         return [record for record in found if not record.num_prefill_rows]
 
 
-def drafts_at_hand(target: str, device: str) -> tuple[str, ...]:
+def drafts_at_hand(target: str) -> tuple[str, ...]:
     """Return what can be tried on a target without training or fetching anything.
 
     These are shipped drafts of a shipped target, or models of the local Hugging Face cache with a
@@ -201,7 +201,7 @@ def drafts_at_hand(target: str, device: str) -> tuple[str, ...]:
         found = [ZOO_DRAFTS[target]] if target in ZOO_DRAFTS else []
         found += [PREFIX + name for name in ZOO if name.endswith(f"-for-{size}")]
     else:
-        found = [str(m.folder) for m in islice(fitting_models(target, device), MOST_CACHED)]
+        found = [str(m.folder) for m in islice(fitting_models(target, "auto"), MOST_CACHED)]
     return tuple(dict.fromkeys((*found, COPIER, "recycling", "self:int4")))
 
 
@@ -226,7 +226,7 @@ def recommend(
         InvalidRequest: no prompt or no draft can be used, or a setting is out of range.
     """
     missing = _find_missing(config.drafts)
-    at_hand = config.drafts or drafts_at_hand(config.target, config.device)
+    at_hand = config.drafts or drafts_at_hand(config.target)
     drafts = [draft for draft in at_hand if draft not in missing]
     if not drafts:
         raise InvalidRequest(f"none of the drafts can be used: {'; '.join(missing.values())}")
@@ -281,14 +281,10 @@ def _find_missing(drafts: Sequence[str]) -> dict[str, str]:
 def _loaded(config: RecommendConfig) -> Engine:
     return Engine.load(
         config.target,
-        dtype=config.dtype,
-        device=config.device,
         config=EngineConfig(
             num_speculative_tokens=DEPTHS[-1],
             max_batch=1,
-            runner=config.runner,
             weights=config.weights,
-            draft_weights=config.draft_weights,
             num_threads=config.num_threads,
         ),
     )
@@ -347,7 +343,7 @@ def _try(
     Returns the figures, and the records of the steps that chose.
     """
     controller = _DepthsInTurn(DEPTHS)
-    engine = target.with_draft(draft, dtype=config.dtype, controller=controller)
+    engine = target.with_draft(draft, controller=controller)
     drafter = engine.drafter
     assert drafter is not None
     controller.method = drafter.method

@@ -60,7 +60,6 @@ from forerun.models.base import (
 from forerun.models.checkpoint import ModelFiles
 from forerun.models.kv_store import KVPrefix
 from forerun.models.memory import available_bytes
-from forerun.models.tokenizers import Tokenizer
 from forerun.provenance import collect, content_hash, num_cores, read_cpu_model
 from forerun.sampling.config import Choice, SamplingParams
 from forerun.sampling.proposal import Proposal
@@ -102,24 +101,14 @@ class Stopwatch:
 NUM_PASSES = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bandwidth:
-    """Memory read rate, with the buffer size and threads of its measurement.
-
-    Attributes:
-        buffer_bytes: size of the buffer; one that fits into a cache is read at the cache's rate,
-            and so are weights of that size.
-    """
-
-    buffer_bytes: int
-    bytes_per_s: float
-
-
-def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Bandwidth:
-    """Read a buffer repeatedly with the threads of the passes, and return the best rate.
+def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> tuple[float, int]:
+    """Read a buffer repeatedly with the threads of the passes.
 
     Two reductions of 64-bit integers compete, because which of them keeps up with the memory
-    depends on the device.
+    depends on the device. A buffer that fits into a cache is read at the cache's rate, and so are
+    weights of that size.
+
+    Returns the best rate in bytes per second, and the bytes of the buffer.
     """
     device = stopwatch.device
     num_bytes = min(num_bytes, available_bytes(device) // 2)
@@ -128,7 +117,7 @@ def read_bandwidth(num_bytes: int, stopwatch: Stopwatch, num_threads: int) -> Ba
     with torch_threads(num_threads):
         times_s = [stopwatch.seconds(read) for _ in range(NUM_PASSES) for read in reads]
     buffer_bytes = buffer.numel() * buffer.itemsize
-    return Bandwidth(buffer_bytes=buffer_bytes, bytes_per_s=buffer_bytes / min(times_s))
+    return buffer_bytes / min(times_s), buffer_bytes
 
 
 @contextmanager
@@ -296,25 +285,15 @@ class ModelFacts:
     kv_token_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoadedPair:
-    """A loaded target with its draft, which is None for plain decoding."""
+def draft_of(drafter: Drafter | None) -> LanguageModel | None:
+    """Return the model that a drafter reads text with; None if it has none of its own."""
+    drafter = drafter.draft if isinstance(drafter, TextDraft) else drafter
+    return None if drafter is None else drafter.model
 
-    target: LanguageModel
-    drafter: Drafter | None
-    tokenizer: Tokenizer
-    engine: EngineConfig
 
-    @property
-    def draft(self) -> LanguageModel | None:
-        """The model that the draft reads text with; None if it has none of its own."""
-        drafter = self.drafter.draft if isinstance(self.drafter, TextDraft) else self.drafter
-        return None if drafter is None else drafter.model
-
-    @property
-    def reads_ids(self) -> bool:
-        """Whether the draft is a model that continues any token ids of the target."""
-        return self.draft is not None and not isinstance(self.drafter, OwnTokenDraft | TextDraft)
+def reads_ids(drafter: Drafter | None) -> bool:
+    """Whether a drafter is a model that continues any token ids of the target."""
+    return draft_of(drafter) is not None and not isinstance(drafter, OwnTokenDraft | TextDraft)
 
 
 def load_pair(
@@ -325,7 +304,7 @@ def load_pair(
     device: str,
     engine: EngineConfig,
     config: ProfileConfig,
-) -> tuple[LoadedPair, ProfileConfig]:
+) -> tuple[Engine, ProfileConfig]:
     """Load target and draft, with KV stores large enough for all measurements.
 
     Returns the settings too, less contexts it cannot hold and batches whose KV does not fit.
@@ -355,7 +334,7 @@ def load_pair(
             config = replace(config, batches=config.batches[:-1])
     if config.batches != batches:
         logger.warning("only batches up to %d fit into memory", config.batches[-1])
-    return LoadedPair(target=model, drafter=drafter, tokenizer=tokenizer, engine=room), config
+    return Engine(target=model, tokenizer=tokenizer, drafter=drafter, config=room), config
 
 
 def held(names: Sequence[str], config: ProfileConfig) -> ProfileConfig:
@@ -420,18 +399,28 @@ def facts_of(
     )
 
 
-def setup_of(pair: LoadedPair, target: ModelFacts, draft: ModelFacts) -> ProfileSetup:
-    """Return machine, models and settings of a measurement in this process."""
-    device = pair.target.device
+def setup_of(
+    model: LanguageModel,
+    drafter: Drafter | None,
+    engine: EngineConfig,
+    facts: tuple[ModelFacts, ModelFacts],
+) -> ProfileSetup:
+    """Return machine, models and settings of a measurement in this process.
+
+    Args:
+        model: the target.
+        facts: of target and draft.
+    """
+    device = model.device
     gpu = f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else None
-    drafts = pair.drafter if pair.draft is None else pair.draft
+    drafts, (target, draft) = draft_of(drafter) or drafter, facts
     return ProfileSetup(
         cpu=read_cpu_model(),
         num_cores=num_cores(),
-        num_threads=num_threads_of(pair.engine),
+        num_threads=num_threads_of(engine),
         device=gpu or device.type,
         dtype=target.dtype,
-        target_runner=type(pair.target).__name__,
+        target_runner=type(model).__name__,
         draft_runner=NONE if drafts is None else type(drafts).__name__,
         target_hash=target.content_hash,
         draft_hash=draft.content_hash,
@@ -630,9 +619,7 @@ class EngineRig:
     rounds_per_visit = 5
     """Cells are visited in every fifth round, for a visit is slow and yields many samples."""
 
-    def __init__(
-        self, pair: LoadedPair, cells: Sequence[ProfileCell], stopwatch: Stopwatch
-    ) -> None:
+    def __init__(self, pair: Engine, cells: Sequence[ProfileCell], stopwatch: Stopwatch) -> None:
         self.pair = pair
         self.cells = tuple(cells)
         self.stopwatch = stopwatch
@@ -654,12 +641,12 @@ class EngineRig:
     def _run_steps(self, cell: ProfileCell) -> Mapping[ProfileCell, Sequence[float]]:
         pair = self.pair
         config = replace(
-            pair.engine, num_speculative_tokens=cell.size, sharing="none", controller="fixed"
+            pair.config, num_speculative_tokens=cell.size, sharing="none", controller="fixed"
         )
         if self._count_room(cell) < MOST_STEPS:
             config = replace(config, cycles_per_call=1)
         drafter = pair.drafter if cell.size else None
-        if drafter is not None and not pair.reads_ids:
+        if drafter is not None and not reads_ids(drafter):
             drafter = FilledDraft(drafter)
         engine = Engine(
             target=pair.target, tokenizer=pair.tokenizer, drafter=drafter, config=config
@@ -698,7 +685,7 @@ class EngineRig:
     def _prompt(self, cell: ProfileCell) -> list[int]:
         """Return a text that repeats, which copies and other tokenizers can draft, or any ids."""
         pair = self.pair
-        if pair.drafter is None or pair.reads_ids:
+        if pair.drafter is None or reads_ids(pair.drafter):
             return _make_tokens(cell.context, pair.target.vocab_size)
         per_sentence = max(1, len(pair.tokenizer.encode(REPEATED)) - 2)  # without special tokens
         text = REPEATED * (1 + cell.context // per_sentence)
@@ -706,7 +693,7 @@ class EngineRig:
 
     def _count_room(self, cell: ProfileCell) -> int:
         """Return for how many steps the context has room if each accepts everything."""
-        models = (self.pair.target, self.pair.draft)
+        models = (self.pair.target, draft_of(self.pair.drafter))
         most = min(model.max_context for model in models if model is not None)
         return (most - cell.context) // (cell.size + 1)
 
@@ -899,7 +886,7 @@ def _fit_through_origin(xs: Sequence[int], times: Sequence[CostReading]) -> Cost
 
 
 def measure_pair(
-    pair: LoadedPair,
+    pair: Engine,
     facts: tuple[ModelFacts, ModelFacts],
     config: ProfileConfig,
     *,
@@ -909,20 +896,20 @@ def measure_pair(
     """Measure a loaded target with its draft and return the profile."""
     target, draft = facts
     stopwatch = Stopwatch(clock, pair.target.device)
-    num_threads = num_threads_of(pair.engine)
+    num_threads = num_threads_of(pair.config)
     before = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
     rounds = measure(rigs(pair, config, stopwatch), config, clock, notify)
     # The better of two rates, because the machine may have been busy during one of them.
     after = read_bandwidth(target.pass_bytes, stopwatch, num_threads)
-    best = max(before, after, key=lambda bandwidth: bandwidth.bytes_per_s)
+    bytes_per_s, buffer_bytes = max(before, after)
     return Profile(
         target=target.name,
         draft=draft.name,
-        setup=setup_of(pair, target, draft),
+        setup=setup_of(pair.target, pair.drafter, pair.config, facts),
         provenance=collect({fact.name: fact.content_hash for fact in facts}, num_threads).to_dict(),
         limit=ReadLimit(
-            bytes_per_s=best.bytes_per_s,
-            buffer_bytes=best.buffer_bytes,
+            bytes_per_s=bytes_per_s,
+            buffer_bytes=buffer_bytes,
             target_bytes=target.pass_bytes,
             draft_bytes=draft.pass_bytes,
             kv_token_bytes=target.kv_token_bytes,
@@ -947,7 +934,7 @@ def estimates_of(samples: Samples) -> dict[str, Any]:
     )
 
 
-def rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
+def rigs(pair: Engine, config: ProfileConfig, stopwatch: Stopwatch) -> Sequence[Rig]:
     """Return all measurements, grouped by the models and sequences they need."""
     pair.target.store.keep_features(())
     target_prefixes = prefixes(pair.target, config.contexts)
@@ -964,12 +951,12 @@ def rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Seque
     return [*passes, *_draft_rigs(pair, config, stopwatch), steps]
 
 
-def _draft_rigs(pair: LoadedPair, config: ProfileConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
+def _draft_rigs(pair: Engine, config: ProfileConfig, stopwatch: Stopwatch) -> Iterator[PassRig]:
     """Yield the measurements of the draft's passes by context, and of its prompt reading.
 
     A drafter whose chains are no chains of a model's passes is measured in whole steps alone.
     """
-    drafter, model = pair.drafter, pair.draft
+    drafter, model = pair.drafter, draft_of(pair.drafter)
     if drafter is None or model is None:
         return
     catches_up = bool(drafter.required_features)

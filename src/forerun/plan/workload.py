@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from forerun.bounded_read import read_bytes
@@ -27,6 +28,11 @@ MAX_REQUESTS = 10_000_000
 MAX_TOKENS = 1_000_000_000
 """Prompts and outputs together; more would take a simulation hours."""
 
+Length = Annotated[int, Meta(ge=1)]
+Prob = Annotated[float, Meta(ge=0.0, le=1.0)]
+Positive = Annotated[float, Meta(gt=0.0, le=1e12)]
+Temperature = Annotated[float, Meta(ge=0.0, le=1e12)]
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of everything that a workload file holds."""
@@ -35,64 +41,50 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Poisson(Settings, frozen=True, tag_field="kind", tag="poisson"):
     """Arrivals of a Poisson process."""
 
-    rate_per_s: float
-
-    def __post_init__(self) -> None:
-        check_ranges(self, Range("rate_per_s", 0, above_low=True))
+    rate_per_s: Positive
 
 
 class Uniform(Settings, frozen=True, tag_field="kind", tag="uniform"):
     """A uniformly distributed number of tokens from `least` to `most`."""
 
-    least: int
-    most: int
+    least: Length
+    most: Length
 
     def __post_init__(self) -> None:
-        check_ranges(self, Range("least", 1, integer=True), Range("most", self.least, integer=True))
+        check_ranges(self, Range("most", self.least, integer=True))
 
 
 class Lognormal(Settings, frozen=True, tag_field="kind", tag="lognormal"):
     """Lognormal lengths, many short and few long ones, cut at `most`."""
 
-    median: float
-    sigma: float
-    most: int
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self, Range("median", 1), Range("sigma", 0, high=5), Range("most", 1, integer=True)
-        )
+    median: Annotated[float, Meta(ge=1.0, le=1e12)]
+    sigma: Annotated[float, Meta(ge=0.0, le=5.0)]
+    most: Length
 
 
 class Constant(Settings, frozen=True, tag_field="kind", tag="constant"):
     """The same acceptance probability at every position of every request."""
 
-    alpha: float
-
-    def __post_init__(self) -> None:
-        check_ranges(self, Range("alpha", 0, high=1))
+    alpha: Prob
 
 
 Arrivals = Poisson | tuple[float, ...]
 """A process, or seconds from the start, ascending, one per request; none: all at once."""
-Lengths = Uniform | Lognormal | int | tuple[int, ...]
+Lengths = Uniform | Lognormal | Length | Annotated[tuple[Length, ...], Meta(min_length=1)]
 """A distribution, one length for all, or lengths that are repeated."""
-Acceptance = Constant | tuple[float, ...]
+Acceptance = Constant | Annotated[tuple[Prob, ...], Meta(min_length=1)]
 """P(accepted | all before it accepted), or survival by position (beta at a fixed K)."""
 
 
 class Phase(Settings, frozen=True):
     """A run of consecutive requests with the same distribution of acceptance."""
 
-    share: float
+    share: Annotated[float, Meta(gt=0.0, le=1.0)]
     acceptance: Acceptance
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse survival that rises or is outside [0, 1]."""
-        check_ranges(self, Range("share", 0, high=1, above_low=True))
-        if self.acceptance == ():
-            raise InvalidRequest("acceptance is empty; give one figure per drafted position")
+        """Refuse survival that rises."""
         if isinstance(self.acceptance, tuple):
             for place, (before, value) in enumerate(pairwise((1.0, *self.acceptance)), start=1):
                 Range(f"acceptance at position {place}", 0, high=before).check(value)
@@ -109,25 +101,17 @@ class SimulatedServerConfig(Settings, frozen=True):
         max_k: most tokens of a drafted chain, and most levels of a tree.
     """
 
-    max_batch: int = 8
-    max_context: int = 4096
-    prefill_chunk: int = 256
+    max_batch: Length = 8
+    max_context: Annotated[int, Meta(ge=2)] = 4096
+    prefill_chunk: Length = 256
     max_step_rows: int = 1024
-    max_prefill_rows: int | None = None
-    max_k: int = 8
-    max_tree_nodes: int = 16
+    max_prefill_rows: Length | None = None
+    max_k: Annotated[int, Meta(ge=0, le=64)] = 8
+    max_tree_nodes: Annotated[int, Meta(ge=0, le=64)] = 16
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            Range("max_batch", 1, integer=True),
-            Range("max_context", 2, integer=True),
-            Range("prefill_chunk", 1, integer=True),
-            Range("max_prefill_rows", 1, integer=True, optional=True),
-            Range("max_k", 0, high=64, integer=True),
-            Range("max_tree_nodes", 0, high=64, integer=True),
-            Range("max_step_rows", self.max_batch * (self.max_k + 1), integer=True),
-        )
+        least = self.max_batch * (self.max_k + 1)
+        check_ranges(self, Range("max_step_rows", least, integer=True))
 
 
 class Slo(Settings, frozen=True):
@@ -138,12 +122,8 @@ class Slo(Settings, frozen=True):
         tpot_s: most seconds per token after it, on average (None: no limit).
     """
 
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
-            check_ranges(self, Range(name, 0, above_low=True, optional=True))
+    ttft_s: Positive | None = None
+    tpot_s: Positive | None = None
 
 
 class Workload(Settings, frozen=True):
@@ -156,23 +136,17 @@ class Workload(Settings, frozen=True):
         temperature: of all requests; it decides between greedy and sampled drafts.
     """
 
-    requests: int
+    requests: Annotated[int, Meta(ge=1, le=MAX_REQUESTS)]
     output_tokens: Lengths
     phases: tuple[Phase, ...]
     arrivals: Arrivals = ()
     prompt_tokens: Lengths = 128
-    sibling_acceptance: float = 0.0
-    temperature: float = 0.0
+    sibling_acceptance: Prob = 0.0
+    temperature: Temperature = 0.0
     server: SimulatedServerConfig = SimulatedServerConfig()
     slo: Slo = Slo()
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            Range("requests", 1, high=MAX_REQUESTS, integer=True),
-            Range("temperature", 0),
-            Range("sibling_acceptance", 0, high=1),
-        )
         total_share = math.fsum(phase.share for phase in self.phases)
         if abs(total_share - 1.0) > 1e-6:
             raise InvalidRequest(
@@ -205,16 +179,11 @@ def _check_arrivals(times_s: Sequence[float], num_requests: int) -> None:
 
 
 def _find_longest(workload: Workload, name: str) -> int:
-    """Return the largest of some lengths; refuses an empty list and lengths below 1."""
+    """Return the largest of some lengths."""
     lengths: Lengths = getattr(workload, name)
     if isinstance(lengths, Uniform | Lognormal):
         return lengths.most
-    if lengths == ():
-        raise InvalidRequest(f"{name} is an empty list; give at least one length")
-    values = (lengths,) if isinstance(lengths, int) else lengths
-    for value in values:
-        Range(name, 1, integer=True).check(value)
-    return max(values)
+    return lengths if isinstance(lengths, int) else max(lengths)
 
 
 def workload_of(
@@ -262,7 +231,7 @@ class _RepeatedTrace(Settings, frozen=True):
     """A workload file that names a trace; the trace decides everything else."""
 
     trace: str
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     server: SimulatedServerConfig = SimulatedServerConfig()
     slo: Slo = Slo()
 

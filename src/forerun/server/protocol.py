@@ -302,7 +302,6 @@ def plan_of(asked: SpeculationChoice, methods: tuple[str, ...], config: EngineCo
         )
     shape: Chain | Tree
     most = config.max_chain if asked.tree is None else config.max_nodes
-    setting = "num-speculative-tokens" if asked.tree is None else "max-tree-nodes"
     if asked.tree is not None:
         shape = Tree(**asked.tree.model_dump())
     else:
@@ -311,7 +310,7 @@ def plan_of(asked: SpeculationChoice, methods: tuple[str, ...], config: EngineCo
     if shape.num_nodes > most:
         raise InvalidRequest(
             f"speculation asks for {shape.num_nodes} draft tokens; this server drafts at most "
-            f"{most}: ask for fewer, or start it with a larger --{setting}"
+            f"{most}: ask for fewer, or start it with a larger --num-speculative-tokens"
         )
     return Plan(method=method, shape=shape) if shape.num_nodes else Plan()
 

@@ -8,9 +8,9 @@ ten times as long.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 SCHEMA_VERSION = 1
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     )
 else:
     Json = Any  # msgspec does not resolve types that contain themselves
+
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+"""Larger integers have no exact float."""
+NumNodes = Annotated[int, Meta(ge=0, le=4096)]
+"""Draft tokens of one step; the widest drafters propose some hundred."""
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+"""At most 30,000 years."""
+Prob = Annotated[float, Meta(ge=0.0, le=1.001)]
+"""Probabilities summed in fp32 over a vocabulary may be rounded up."""
 
 
 class TraceHeader(
@@ -72,10 +81,10 @@ class RequestRecord(
     request_id: str
     parameters: dict[str, Json]
     tags: tuple[str, ...] = ()
-    num_prompt_tokens: int
-    num_output_tokens: int
-    ttft_s: float | None
-    prefill_s: float | None
+    num_prompt_tokens: Count
+    num_output_tokens: Count
+    ttft_s: Seconds | None
+    prefill_s: Seconds | None
     finish_reason: str
     prompt_token_ids: tuple[int, ...] | None = None
 
@@ -125,24 +134,24 @@ class StepRecord(
             not drawn.
     """
 
-    cycle_id: int
-    t_s: float
+    cycle_id: Count
+    t_s: Annotated[float, Meta(ge=-1e12, le=1e12)]
     request_id: str
-    step: int
+    step: Count
     method: str
-    k_budget: int
-    num_drafted: int
-    depth_drafted: int
-    num_accepted: int
-    num_emitted: int
-    draft_s: float
-    verify_s: float
-    other_s: float
-    batch_rows: int
-    num_prefill_rows: int
-    context_tokens: int
+    k_budget: NumNodes
+    num_drafted: NumNodes
+    depth_drafted: NumNodes
+    num_accepted: NumNodes
+    num_emitted: NumNodes
+    draft_s: Seconds
+    verify_s: Seconds
+    other_s: Seconds
+    batch_rows: Count
+    num_prefill_rows: Count
+    context_tokens: Count
     last_token_source: str
-    expected_accepted: float
+    expected_accepted: Annotated[float, Meta(ge=0.0, le=4096.0)]
     acceptance_probability: float | None = None
     stop_reason: str | None = None
     path_ranks: tuple[int, ...] | None = None
@@ -151,8 +160,8 @@ class StepRecord(
     graph_hit: bool | None = None
     token_ids: tuple[int, ...] | None = None
     rule: str | None = None
-    target_probs: tuple[float, ...] | None = None
-    draft_probs: tuple[float, ...] | None = None
+    target_probs: tuple[Prob, ...] | None = None
+    draft_probs: tuple[Prob, ...] | None = None
 
     @property
     def cycle_s(self) -> float:

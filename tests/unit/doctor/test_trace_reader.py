@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from tests.records import HEADER, REQUEST, STEP, plain
+from tests.records import HEADER, REQUEST, STEP, line_of, plain
 
 from forerun.doctor.diagnosis import derive, diagnose
 from forerun.doctor.evidence import Evidence
@@ -20,7 +20,7 @@ from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise
 from forerun.trace import columns
 from forerun.trace.columns import BLOCK_STEPS, StepBlock, pieces_of
-from forerun.trace.files import Record, line_of, open_trace, read_trace
+from forerun.trace.files import Record, open_trace, read_trace
 
 
 def drafted(index: int, accepted: int, **changes: object) -> StepRecord:

@@ -86,7 +86,7 @@ def test_a_tree_in_the_settings_is_the_shape_of_every_draft(target):
     engine = engine_with_tree(target)
     assert isinstance(engine.controller, FixedController)
     records: list[StepRecord] = []
-    view = TreeView()
+    view = TreeView(engine.tokenizer)
     engine.observers[:] = [EmittedRecords(records.append), view]
     (plain,) = tiny.engine_over(target).generate([[1, 2]], GREEDY)
     (found,) = engine.generate([[1, 2]], GREEDY)
@@ -97,7 +97,7 @@ def test_a_tree_in_the_settings_is_the_shape_of_every_draft(target):
     assert {(record.depth_drafted, record.num_accepted) for record in full} == {(2, 2)}
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(view.rendered(engine.tokenizer))
+        console.print(view.kept)
     shown = capture.get()
     assert shown.count("accepted") == 2 + 1  # two nodes and the title
     assert "4 nodes, depth 2, 2 accepted" in shown
@@ -113,10 +113,11 @@ def test_steps_without_a_tree_have_no_path(target):
 
 
 def test_without_a_draft_the_view_has_nothing_to_show(target):
-    engine, view = tiny.engine_over(target), TreeView()
+    engine = tiny.engine_over(target)
+    view = TreeView(engine.tokenizer)
     engine.observers[:] = [view]
     engine.generate([[1, 2]], GREEDY)
-    assert "no step drafted" in str(view.rendered(engine.tokenizer))
+    assert "no step drafted" in str(view.kept)
 
 
 def test_a_tree_is_refused_for_a_drafter_of_chains(target):

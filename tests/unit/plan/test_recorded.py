@@ -76,7 +76,7 @@ def test_what_the_trace_decides_cannot_be_said_beside_it(load):
         load(whole, "trace = 't.jsonl'\nrequests = 3\n")
     with pytest.raises(InvalidRequest, match=r"Expected `str`, got `int` - at `\$.trace`"):
         load(whole, "trace = 3\n")
-    with pytest.raises(InvalidRequest, match="max_batch is 0"):
+    with pytest.raises(InvalidRequest, match=r"Expected `int` >= 1 - at `\$.server.max_batch`"):
         load(whole, "trace = 't.jsonl'\nserver = {max_batch = 0}\n")
     with pytest.raises(InvalidTrace, match="cannot be read"):
         load(whole, "trace = 'other.jsonl'\n")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from io import RawIOBase
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.records import FULL, HEADER, REQUEST, STEP, steps
 
 from forerun.errors import InvalidRequest, InvalidTrace
 from forerun.trace import files as jsonl
-from forerun.trace.files import Damage, JsonLines, Record, open_trace, read_trace
+from forerun.trace.files import Damage, Record, TraceWriter, open_trace, read_trace
 
 ROOT = Path(__file__).parents[3]
 
@@ -154,7 +155,7 @@ def test_a_device_that_is_always_full(tmp_path, caplog):
     assert "after 0 records" in caplog.text
 
 
-class Sipping:
+class Sipping(RawIOBase):
     """A file that takes a few bytes at a time, as pipes and nearly full disks do."""
 
     def __init__(self) -> None:
@@ -167,7 +168,10 @@ class Sipping:
 
 def test_partial_writes_are_completed(tmp_path, unchecked):
     file = Sipping()
-    JsonLines(file).write([HEADER, STEP])
+    writer = TraceWriter(file, "t")
+    writer.add(HEADER)
+    writer.add(STEP)
+    writer.flush()
     path = tmp_path / "trace.jsonl"
     path.write_bytes(file.content)
     assert list(read_trace(path)) == [HEADER, STEP]

@@ -37,23 +37,23 @@ def test_fields_with_defaults_may_be_missing():
         ({"num_accepted": True}, "Expected `int`, got `bool` - at `$.num_accepted`"),
         ({"num_accepted": 2.0}, "Expected `int`, got `float` - at `$.num_accepted`"),
         ({"draft_s": None}, "Expected `float`, got `null` - at `$.draft_s`"),
-        ({"draft_s": -1.0}, "_s is (-1.0|nan|inf)"),
-        ({"verify_s": float("nan")}, "_s is (-1.0|nan|inf)"),
+        ({"draft_s": -1.0}, "Expected `float` >= 0.0 - at `$.draft_s`"),
+        ({"verify_s": float("nan")}, "at `$.verify_s`"),
         ({"request_id": 3}, "Expected `str`, got `int` - at `$.request_id`"),
         ({"graph_hit": 1}, "Expected `bool | null`, got `int` - at `$.graph_hit`"),
         ({"token_ids": [1, "x"]}, "at `$.token_ids[1]`"),
         ({"target_probs": [0.5]}, "1 probabilities of 4 drafted tokens"),
-        ({"draft_probs": [0.5, 2.0, 0.1, 0.1]}, "not from 0 to 1"),
-        ({"target_probs": [0.5, float("nan"), 0.1, 0.1]}, "not from 0 to 1"),
+        ({"draft_probs": [0.5, 2.0, 0.1, 0.1]}, "Expected `float` <= 1.001"),
+        ({"target_probs": [0.5, float("nan"), 0.1, 0.1]}, "at `$.target_probs[1]`"),
         ({"num_accepted": 5}, "5 accepted of 4 nodes, 4 deep"),
-        ({"num_accepted": -1}, "-1 accepted"),
+        ({"num_accepted": -1}, "Expected `int` >= 0 - at `$.num_accepted`"),
         ({"depth_drafted": 6}, "6 deep"),
         ({"num_emitted": 4}, "4 emitted of 2 accepted"),
         ({"num_accepte": 2}, "unknown field `num_accepte`"),
     ],
 )
 def test_what_cannot_be_a_step_is_refused_by_name(changes, message):
-    with pytest.raises(ValueError, match=message if "(" in message else re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         record_from("step", STEP.to_dict() | changes)
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable
+from io import RawIOBase
 
 import pytest
 from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP, steps
 
-from forerun.trace.files import JsonLines, Record, TraceWriter
+from forerun.trace.files import DECODER, Record, TraceWriter
 
 
-class Pile(JsonLines):
-    """A sink that keeps what it gets, and refuses from some write on."""
+@pytest.fixture(autouse=True)
+def short_buffers(monkeypatch):
+    monkeypatch.setattr("forerun.trace.files.NUM_BUFFERED", 4)
+    monkeypatch.setattr("forerun.trace.files.BUFFERED_S", 0.5)
 
-    num_buffered, buffered_s = 4, 0.5
+
+class Pile(RawIOBase):
+    """A file that keeps the records of every write, and refuses from some write on."""
 
     def __init__(self, refuse_from: int = 1000, *, refuse_close: bool = False) -> None:
         self.writes: list[list[Record]] = []
@@ -24,14 +28,16 @@ class Pile(JsonLines):
         self.refuse_close = refuse_close
         self.num_tries = 0
 
-    def write(self, records: Iterable[Record]) -> None:
+    def write(self, data) -> int:
         self.num_tries += 1
         if self.num_tries > self.refuse_from:
             raise OSError(errno.ENOSPC, "No space left on device")
-        self.writes.append(list(records))
+        self.writes.append([DECODER.decode(line) for line in bytes(data).splitlines()])
+        return len(data)
 
     def close(self) -> None:
         if self.refuse_close:
+            self.refuse_close = False
             raise OSError(errno.EIO, "Input/output error")
 
 
@@ -107,7 +113,7 @@ def test_a_file_that_fails_on_closing_is_said_too(caplog):
     assert "Input/output error" in caplog.text
 
 
-def test_a_defect_of_a_sink_is_not_hidden(monkeypatch):
+def test_a_defect_of_a_file_is_not_hidden(monkeypatch):
     pile = Pile()
     monkeypatch.setattr(pile, "write", lambda rows: 1 / 0)
     writer = TraceWriter(pile, "t")

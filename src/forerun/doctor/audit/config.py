@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from forerun.doctor.audit.records import Question, Setting
-from forerun.engine.http_backend import sampling_fields
 from forerun.errors import InvalidRequest, Range, check_ranges
+from forerun.measure.bench.endpoint import sampling_fields
 from forerun.sampling.config import SamplingParams
 
 GRAMMAR = "[0-9]{3}-[a-f]{4}"

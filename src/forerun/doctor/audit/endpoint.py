@@ -18,8 +18,8 @@ from forerun.client.urls import shown_url
 from forerun.doctor.audit.config import Kind
 from forerun.doctor.audit.records import HIGHEST, LOWEST, AuditAnswer, Question
 from forerun.doctor.readers.prometheus import read_page
-from forerun.engine.http_backend import NEUTRAL_FIELDS
 from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.measure.bench.endpoint import NEUTRAL_FIELDS
 
 NUM_TOP = 20
 _PLACES_APART = 12

@@ -87,6 +87,7 @@ class Measurement:
     decode_s: float
     token_ids: tuple[tuple[int, ...], ...]
     acceptance: AcceptanceCounts
+    outputs: tuple[RequestOutput, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -134,6 +135,7 @@ def measure(arm: BenchArm, batch: Batch, clock: Callable[[], float]) -> Measurem
         decode_s=sum(c.total_s - (c.ttft_s or 0.0) for c in completions) / len(batch),
         token_ids=tuple(c.token_ids for c in completions),
         acceptance=sum((c.acceptance for c in completions), AcceptanceCounts()),
+        outputs=tuple(outputs),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import torch
@@ -16,10 +16,9 @@ import torch
 from forerun.drafters.config import AUTO, parse_drafter
 from forerun.engine.auto_drafts import with_auto
 from forerun.engine.engine import Engine
-from forerun.engine.intake import Prompt as EnginePrompt
 from forerun.engine.loading import check_draft
 from forerun.engine.observing import EmittedRecords
-from forerun.engine.results import RequestOutput, request_records
+from forerun.engine.results import request_records
 from forerun.errors import InvalidRequest
 from forerun.measure.bench.compare import (
     BenchArm,
@@ -47,78 +46,38 @@ from forerun.trace.files import TraceWriter
 THREADS_PROMPT = "The number of threads is chosen by decoding a few tokens after this text."
 
 
-Call = tuple[tuple[SamplingParams, ...], list[StepRecord], list[RequestOutput]]
-"""Parameters, step records and outputs of one `generate` call."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class TracedEngine:
-    """Engine wrapper that keeps step records in memory until the measurement is over."""
-
-    engine: Engine
-    arm: str
-    tags: tuple[str, ...]
-    drafter_hash: str | None
-    calls: list[Call] = field(default_factory=list)
-
-    def generate(
-        self, prompts: Sequence[EnginePrompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[RequestOutput]:
-        each = (params,) * len(prompts) if isinstance(params, SamplingParams) else tuple(params)
-        records: list[StepRecord] = []
-        observer = EmittedRecords(records.append)
-        self.engine.observers.append(observer)
-        try:
-            outputs = self.engine.generate(prompts, each)
-        finally:
-            self.engine.observers.remove(observer)
-        self.calls.append((each, records, outputs))
-        return outputs
-
-    def write(self, trace: TraceWriter) -> None:
-        for asked, records, outputs in self.calls:
-            for record in records:
-                changes: Mapping[str, Json] = {
-                    "request_id": self._name(record.request_id),
-                    "drafter_hash": self.drafter_hash if record.num_drafted else None,
-                }
-                trace.add(record, changes)
-            for output, params in zip(outputs, asked, strict=True):
-                for request in request_records(output, params, self.tags):
-                    trace.add(request, {"request_id": self._name(request.request_id)})
-        self.calls.clear()
-
-    def _name(self, request_id: str) -> str:
-        return f"{self.arm}/{request_id}"
-
-
 class BenchTrace:
     """Writes the records of a comparison between blocks, outside the measured time."""
 
     def __init__(self, trace: TraceWriter, draft_hashes: Mapping[str, str]) -> None:
         self.trace = trace
         self.draft_hashes = draft_hashes
-        self.engines: list[TracedEngine] = []
+        self._records: dict[str, list[StepRecord]] = {}
 
-    def over(self, arms: Sequence[BenchArm], tags: Sequence[str]) -> tuple[BenchArm, ...]:
-        """Return the arms with engines whose steps are kept until `write`."""
-        traced = []
+    def follow(self, arms: Sequence[BenchArm]) -> None:
+        """Keep the step records of the arms' engines in memory until `write`."""
         for arm in arms:
             assert isinstance(arm.engine, Engine)
-            engine = TracedEngine(
-                engine=arm.engine,
-                arm=arm.name,
-                tags=(arm.name, *tags),
-                drafter_hash=self.draft_hashes.get(arm.draft or ""),
-            )
-            self.engines.append(engine)
-            traced.append(replace(arm, engine=engine))
-        return tuple(traced)
+            kept = self._records[arm.name] = []
+            arm.engine.observers.append(EmittedRecords(kept.append))
 
-    def write(self) -> None:
-        """Write the records of the latest block."""
-        for engine in self.engines:
-            engine.write(self.trace)
+    def write(self, block: Block, tags: Sequence[str]) -> None:
+        """Write the records of a block; those of steps that were not measured are dropped."""
+        for measurement in block:
+            arm, outputs = measurement.arm, measurement.outputs
+            names = {output.request_id: f"{arm.name}/{output.request_id}" for output in outputs}
+            drafter_hash = self.draft_hashes.get(arm.draft or "")
+            for record in self._records[arm.name]:
+                if record.request_id in names:
+                    changes: Mapping[str, Json] = {
+                        "request_id": names[record.request_id],
+                        "drafter_hash": drafter_hash if record.num_drafted else None,
+                    }
+                    self.trace.add(record, changes)
+            self._records[arm.name].clear()
+            for output, prompt in zip(outputs, measurement.batch, strict=True):
+                for request in request_records(output, prompt.params, (arm.name, *tags)):
+                    self.trace.add(request, {"request_id": names[output.request_id]})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +196,8 @@ class BenchComparison:
             end_s: time on the clock after which no round of cells begins, unless a cell has too few
                 blocks for an interval.
         """
+        if self.trace is not None:
+            self.trace.follow(self.arms)
         waiting = {cell: self.measured(cell) for cell in self.blocks}
         while waiting and (self.clock() < end_s or not self._has_enough):
             for cell, blocks in list(waiting.items()):
@@ -247,7 +208,8 @@ class BenchComparison:
                 else:
                     self.blocks[cell].append(block)
                     if self.trace is not None:
-                        self.trace.write()
+                        tags = (f"T={cell.temperature:g}", f"batch={cell.batch}")
+                        self.trace.write(block, tags)
 
     @property
     def _has_enough(self) -> bool:
@@ -256,10 +218,7 @@ class BenchComparison:
     def measured(self, cell: BenchCell) -> Iterator[Block]:
         """Yield the blocks of one cell as they are measured."""
         batches = batched(self.prompts_at(cell.temperature), cell.batch)
-        arms = self.arms
-        if self.trace is not None:
-            arms = self.trace.over(arms, (f"T={cell.temperature:g}", f"batch={cell.batch}"))
-        return islice(run_blocks(arms, batches, self.clock), self.config.num_blocks)
+        return islice(run_blocks(self.arms, batches, self.clock), self.config.num_blocks)
 
     def prompts_at(self, temperature: float) -> Iterable[Prompt]:
         """Return prompts with parameters; greedy completions end before they become repetitive."""

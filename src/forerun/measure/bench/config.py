@@ -12,7 +12,7 @@ from forerun.control.config import ControllerName
 from forerun.drafters.config import AUTO, NONE
 from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest
-from forerun.models.architecture import Runner, WeightFormat
+from forerun.models.architecture import WeightFormat
 from forerun.models.catalog import PREFIX
 
 DEMO_BLOCKS = 40
@@ -111,7 +111,6 @@ class BenchConfig:
     max_context: int = 1024
     dtype: str = "auto"
     device: str = "auto"
-    runner: Runner = "auto"
     weights: WeightFormat = "auto"
     num_threads: int | None = None
 
@@ -148,7 +147,6 @@ class BenchConfig:
             max_batch=max_batch,
             max_context=self.max_context,
             max_step_rows=max(EngineConfig().max_step_rows, max_batch * (self.max_k + 1)),
-            runner=self.runner,
             weights=self.weights,
             sharing="none",  # every arm reads its prompts
         )
@@ -170,16 +168,8 @@ class RecommendConfig:
     """Longest text."""
     budget_s: float = 10.0
     """About twice so many seconds of decoding per draft, loading not counted."""
-    dtype: str = "auto"
-    """auto (as stored), bfloat16, float16 or float32."""
-    device: str = "auto"
-    """auto, cpu, cuda or mps."""
-    runner: Runner = "auto"
-    """Runs the passes; see `forerun generate --help`."""
     weights: WeightFormat = "auto"
     """Bits of the target's weights; see `forerun generate --help`."""
-    draft_weights: WeightFormat = "auto"
-    """Bits of draft models' weights."""
     num_threads: int | None = None
     """Threads of the passes."""
 

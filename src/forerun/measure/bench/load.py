@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from forerun.engine.results import Backend, Completion
 from forerun.errors import InvalidRequest
 from forerun.measure.bench.config import LEAST_BLOCKS
+from forerun.measure.bench.endpoint import MeasuredServer, TimedAnswer
 from forerun.measure.bench.report import MIN_BLOCKS
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, bootstrap, quantile, wilson_interval
@@ -39,7 +39,7 @@ class LoadBlock:
     concurrency: int
     index: int
     wall_s: float
-    completions: tuple[Completion, ...]
+    completions: tuple[TimedAnswer, ...]
 
     @property
     def ttft_s(self) -> list[float]:
@@ -79,7 +79,7 @@ def load_prompts(texts: Sequence[str], first: int, num_prompts: int, run: int) -
 
 
 def measure_load(
-    backend: Backend,
+    server: MeasuredServer,
     prompts: Prompts,
     params: SamplingParams,
     *,
@@ -91,16 +91,16 @@ def measure_load(
     executor = ThreadPoolExecutor(concurrency)
     start_s = time.perf_counter()
     try:
-        outputs = list(executor.map(lambda prompt: backend.generate([prompt], params)[0], prompts))
+        answers = list(executor.map(lambda prompt: server.ask(prompt, params), prompts))
         wall_s = time.perf_counter() - start_s
-    finally:  # after an error the backend is closed, which ends the other requests
+    finally:  # after an error the endpoint is closed, which ends the other requests
         executor.shutdown(wait=False, cancel_futures=True)
     block = LoadBlock(
         endpoint=endpoint,
         concurrency=concurrency,
         index=index,
         wall_s=wall_s,
-        completions=tuple(output.completions[0] for output in outputs),
+        completions=tuple(answers),
     )
     if not block.tpot_s:
         raise InvalidRequest(
@@ -111,7 +111,7 @@ def measure_load(
 
 
 def run_load(
-    backends: Mapping[str, Backend],
+    servers: Mapping[str, MeasuredServer],
     prompts_of: Callable[[int, int], Sequence[str]],
     params: SamplingParams,
     *,
@@ -120,11 +120,11 @@ def run_load(
 ) -> Iterator[LoadBlock]:
     """Yield measured blocks: of every number of clients all endpoints in turn, then again."""
     short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS))
-    names, place = list(backends), 0
+    names, place = list(servers), 0
     most = max(num_requests)
     for name in names:
         prompts = prompts_of(place, most)
-        measure_load(backends[name], prompts, short, endpoint=name, concurrency=most, index=-1)
+        measure_load(servers[name], prompts, short, endpoint=name, concurrency=most, index=-1)
     place += most
     for index in range(num_blocks):
         for concurrency, number in num_requests.items():
@@ -133,7 +133,7 @@ def run_load(
             shift = index % len(names)
             for name in (*names[shift:], *names[:shift]):
                 yield measure_load(
-                    backends[name],
+                    servers[name],
                     prompts,
                     params,
                     endpoint=name,

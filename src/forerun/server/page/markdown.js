@@ -10,9 +10,17 @@ const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const ITEM = /^([ \t]*)(?:[-*+]|(\d{1,9})[.)])[ \t]+(?=\S)/;
 const QUOTE = /^ {0,3}> ?/;
 const DELIMITERS = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
-const LINK = /\[([^[\]\n]{1,1000})\]\((https?:\/\/[^\s()<>]{1,2000})\)/iy;
-const ADDRESS = /https?:\/\/[^\s<>"'`*]{0,2000}[^\s<>"'`*.,;:!?)\]]/iy;
-const SPECIAL = /[\\`*_[h]/gi;
+// What an inline mark encloses is at most so long that a text of nothing but marks takes no long time.
+const INLINE = new RegExp([
+  /\\(?<escaped>[!-/:-@[-`{-~])/,
+  /(?<ticks>`+)(?:(?<code>[^]{1,500}?)(?<!`)\k<ticks>(?!`))?/,
+  /\[(?<label>[^[\]\n]{1,1000})\]\((?<target>https?:\/\/[^\s()<>]{1,2000})\)/,
+  /(?<!\w)(?<address>https?:\/\/[\p{L}\p{N}.:@_-]{0,300}[\p{L}\p{N}](?:[/?#](?:[^\s<>"'`*]{0,2000}[^\s<>"'`*.,;:!?)\]])?)?)/,
+  /\*\*(?=\S)(?<bold>[^]{1,500}?)(?<!\s)\*\*/,
+  /(?<![\p{L}\p{N}_])__(?=\S)(?<strong>[^]{1,500}?)(?<!\s)__(?![\p{L}\p{N}_])/,
+  /\*(?![\s*])(?<slanted>[^]{1,500}?)(?<![\s*])\*(?!\*)/,
+  /(?<![\p{L}\p{N}_])_(?![\s_])(?<em>[^]{1,500}?)(?<![\s_])_(?![\p{L}\p{N}_])/,
+].map((each) => each.source).join("|"), "giu");
 
 /**
  * Return a function that makes nodes for a range of the text of `pieces`, which are [text, origin].
@@ -194,90 +202,29 @@ function cells({ start, text }) {
   return found;
 }
 
+const ELEMENTS = { code: "code", bold: "strong", strong: "strong", slanted: "em", em: "em", label: "a", address: "a" };
+
 /** Append a range with its code, emphasis and links as elements. */
 function inline(source, start, end, into, depth = 0) {
   const { text, paint } = source;
-  const part = text.slice(start, end); // so that no search goes on to the end of the text
-  const absent = new Set(); // marks without a second one behind the present place
   let from = start;
-  const flush = (until) => {
-    if (until > from) into.append(...paint(from, until));
-  };
-  for (let at = start; at < end; ) {
-    SPECIAL.lastIndex = at - start;
-    const special = SPECIAL.exec(part);
-    if (!special) break;
-    at = start + special.index;
-    const found = text[at] === "\\" ? escaped(text, at, end) : marked(source, at, end, absent, depth);
-    if (!found) {
-      at += text[at] === "`" ? runOf(text, at) : 1;
-      continue;
+  for (const found of text.slice(start, end).matchAll(INLINE)) {
+    const { ticks, target, ...kinds } = found.groups;
+    const [kind, part] = Object.entries(kinds).find(([, each]) => each !== undefined) ?? [];
+    if (!kind || (depth >= MAX_DEPTH && !["escaped", "code"].includes(kind))) continue;
+    const at = start + found.index;
+    const inner = at + ({ address: 0, code: ticks?.length, bold: 2, strong: 2 }[kind] ?? 1);
+    const node = kind === "escaped" ? null : element(ELEMENTS[kind]);
+    if (node?.localName === "a") {
+      Object.assign(node, { href: target ?? part, rel: "noopener noreferrer nofollow", target: "_blank" });
+      if (!["http:", "https:"].includes(node.protocol)) continue;
     }
-    flush(at);
-    if (found.node) into.append(found.node);
-    from = found.resume ?? found.end;
-    at = found.end;
+    if (at > from) into.append(...paint(from, at));
+    from = node ? at + found[0].length : inner; // what follows a backslash is text
+    if (!node) continue;
+    if (["code", "address"].includes(kind)) node.append(...paint(inner, inner + part.length));
+    else inline(source, inner, inner + part.length, node, kind === "label" ? MAX_DEPTH : depth + 1);
+    into.append(node);
   }
-  flush(end);
-}
-
-/** Return how many backticks follow each other from a place on. */
-function runOf(text, at) {
-  let end = at;
-  while (text[end] === "`") end += 1;
-  return end - at;
-}
-
-/** A backslash before punctuation is left out, and what follows it is text. */
-const escaped = (text, at, end) => (at + 1 < end && /[!-/:-@[-`{-~]/.test(text[at + 1]) ? { end: at + 2, resume: at + 1 } : null);
-
-/** Return the element for the mark at a place, and where it ends; null where none begins. */
-function marked(source, at, end, absent, depth) {
-  const { text, paint } = source;
-  if (text[at] === "`") {
-    const mark = "`".repeat(runOf(text, at));
-    const close = closing(text, mark, at + mark.length, end, absent, (place) => text[place - 1] !== "`" && text[place + mark.length] !== "`");
-    if (close < 0) return null;
-    const node = element("code");
-    node.append(...paint(at + mark.length, close));
-    return { node, end: close + mark.length };
-  }
-  if (text[at] === "[" || /h/i.test(text[at])) return link(source, at, end, depth);
-  if (depth >= MAX_DEPTH) return null;
-  const mark = text[at + 1] === text[at] ? text[at].repeat(2) : text[at];
-  const inner = at + mark.length;
-  const isWord = (place) => place >= 0 && place < text.length && /[\p{L}\p{N}_]/u.test(text[place]);
-  if (inner >= end || /\s/.test(text[inner]) || (mark[0] === "_" && isWord(at - 1))) return null;
-  const close = closing(text, mark, inner + 1, end, absent, (place) => !/\s/.test(text[place - 1]) && (mark.length > 1 || (text[place - 1] !== mark && text[place + 1] !== mark)) && (mark[0] !== "_" || !isWord(place + mark.length)));
-  if (close < 0) return null;
-  const node = element(mark.length > 1 ? "strong" : "em");
-  inline(source, inner, close, node, depth + 1);
-  return { node, end: close + mark.length };
-}
-
-/** Return where a mark closes; once there is none, no later search of the range looks again. */
-function closing(text, mark, from, end, absent, fits) {
-  if (absent.has(mark)) return -1;
-  for (let at = text.indexOf(mark, from); at >= 0 && at + mark.length <= end; at = text.indexOf(mark, at + 1)) {
-    if (fits(at)) return at;
-  }
-  absent.add(mark);
-  return -1;
-}
-
-function link(source, at, end, depth) {
-  if (depth >= MAX_DEPTH) return null;
-  const { text, paint } = source;
-  const kind = text[at] === "[" ? LINK : ADDRESS;
-  kind.lastIndex = at;
-  const found = kind.exec(text);
-  if (!found || at + found[0].length > end || (kind === ADDRESS && /\w/.test(text[at - 1] ?? ""))) return null;
-  const node = element("a");
-  node.href = found[2] ?? found[0];
-  node.rel = "noopener noreferrer nofollow";
-  node.target = "_blank";
-  if (!["http:", "https:"].includes(node.protocol)) return null;
-  if (kind === LINK) inline(source, at + 1, at + 1 + found[1].length, node, MAX_DEPTH);
-  else node.append(...paint(at, at + found[0].length));
-  return { node, end: at + found[0].length };
+  if (end > from) into.append(...paint(from, end));
 }

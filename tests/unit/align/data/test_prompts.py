@@ -153,8 +153,8 @@ def test_ids_of_a_record_are_used_as_they_are(write_lines, chat):
     [
         ({"token_ids": [1]}, '"token_ids" without the "prompt_ids"'),
         ({"prompt_ids": [1 << 40], "token_ids": [1]}, "not in this model's vocabulary"),
-        ({"prompt_ids": [1, True]}, "must be a list of token ids"),
-        ({"prompt_ids": "1"}, "must be a list of token ids"),
+        ({"prompt_ids": [1, True]}, r"got `bool` - at `\$\.prompt_ids"),
+        ({"prompt_ids": "1"}, r"got `str` - at `\$\.prompt_ids"),
         ({"prompt_ids": [1], "token_ids": [1]}, "are of another model"),
     ],
 )

@@ -10,8 +10,9 @@ from tests.tiny import MAX_CONTEXT, tokenizer
 
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
 from forerun.measure.profile import ProfileConfig
-from forerun.measure.rigs import LoadedPair, ModelFacts
+from forerun.measure.rigs import ModelFacts
 
 SMALL = ProfileConfig(
     rows=(1, 2, 4, 8),
@@ -108,12 +109,12 @@ def planted_model(clock: Clock, costs: Costs, seed: int) -> PlantedModel:
     return model
 
 
-def planted_pair(clock: Clock, target: Costs, draft: Costs) -> LoadedPair:
-    return LoadedPair(
+def planted_pair(clock: Clock, target: Costs, draft: Costs) -> Engine:
+    return Engine(
         target=planted_model(clock, target, seed=0),
         drafter=DraftModel(planted_model(clock, draft, seed=1), VOCAB_SIZE),
         tokenizer=tokenizer(),
-        engine=EngineConfig(max_batch=NUM_SLOTS, max_context=MAX_CONTEXT),
+        config=EngineConfig(max_batch=NUM_SLOTS, max_context=MAX_CONTEXT),
     )
 
 

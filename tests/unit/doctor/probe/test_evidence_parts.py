@@ -88,7 +88,7 @@ def costs(row_s: float) -> Evidence:
     pair = planted_pair(clock, costs, draft)
     config = pass_config(5, 1e-9, 60)
     assert config is not None
-    add_pass_costs(evidence, pair.target, pair.draft, 4, config, clock)
+    add_pass_costs(evidence, pair.target, pair.drafter.model, 4, config, clock)
     return evidence
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -123,29 +122,6 @@ def test_a_tree_that_is_slower_than_a_chain_of_its_draft_says_so(make_arm, clock
     assert faster_chain(slow[1], slow) is faster_chain(slow[0], slow) is None
     other = replace(slow[2], arm=replace(slow[2].arm, draft="e"))
     assert faster_chain(other, slow) is None
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_traced_engine_observes_during_its_own_calls_only(fails):
-    class Engine:
-        def __init__(self):
-            self.observers = []
-            self.num_observers = []
-
-        def generate(self, prompts, params):
-            self.num_observers.append(len(self.observers))
-            if fails:
-                raise KeyboardInterrupt
-            return []
-
-    engine = Engine()
-    traced = module.TracedEngine(engine=engine, arm="a", tags=(), drafter_hash=None)
-    for _ in range(3):
-        with suppress(KeyboardInterrupt):
-            traced.generate(["x"], SamplingParams())
-    assert engine.num_observers == [1, 1, 1]
-    assert engine.observers == []
 
 
 def scaled(measurement, factor):

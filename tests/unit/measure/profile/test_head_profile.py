@@ -9,8 +9,9 @@ from tests import heads, natives, tiny
 from tests.unit.doctor.probe.planted import facts
 
 from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
 from forerun.measure.profile import ProfileCell, ProfileConfig, Quantity
-from forerun.measure.rigs import LoadedPair, cost_table, measure_pair
+from forerun.measure.rigs import cost_table, measure_pair
 from forerun.theory.intervals import Interval
 
 BRIEF = ProfileConfig(
@@ -38,11 +39,11 @@ def native_target():
 def test_every_time_of_a_head_is_measured(target_of):
     target = target_of()
     drafter = heads.eagle3_drafter(target, heads.eagle3_head(target))
-    pair = LoadedPair(
+    pair = Engine(
         target=target,
         drafter=drafter,
         tokenizer=tiny.tokenizer(),
-        engine=EngineConfig(max_batch=2, max_context=target.max_context),
+        config=EngineConfig(max_batch=2, max_context=target.max_context),
     )
     found = measure_pair(
         pair, (facts("t"), facts("h")), BRIEF, clock=time.perf_counter, notify=lambda n, error: None

@@ -247,17 +247,17 @@ def test_other_failures_are_not_taken_for_lack_of_memory():
 def test_every_slot_is_given_back():
     clock = Clock()
     pair = planted_pair(clock, target_costs(), draft_costs())
-    free = pair.target.store.num_free, pair.draft.store.num_free
+    free = pair.target.store.num_free, pair.drafter.model.store.num_free
     measure_pair(
         pair, (facts("t"), facts("d")), BRIEF, clock=clock, notify=lambda rounds, error: None
     )
-    assert (pair.target.store.num_free, pair.draft.store.num_free) == free
+    assert (pair.target.store.num_free, pair.drafter.model.store.num_free) == free
 
 
 def test_threads_of_the_passes_are_on_record():
     clock = Clock()
     pair = planted_pair(clock, target_costs(), draft_costs())
-    pair = replace(pair, engine=replace(pair.engine, num_threads=3))  # torch has another number
+    pair.config = replace(pair.config, num_threads=3)  # torch has another number
     both = (facts("t"), facts("d"))
     found = measure_pair(pair, both, BRIEF, clock=clock, notify=lambda rounds, error: None)
     assert (found.setup.num_threads, found.provenance["num_threads"]) == (3, 3)

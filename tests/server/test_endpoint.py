@@ -1,0 +1,101 @@
+"""A server under a load test: the same texts and counts as the engine behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+from tests.server.conftest import serving, tiny_engine
+
+from forerun.client.connection import ClientConfig
+from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.measure.bench.endpoint import MeasuredServer, sampling_fields
+from forerun.sampling.config import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving(tiny_engine()) as client:
+        yield str(client.base_url)
+
+
+@pytest.mark.parametrize("extra", [{}, {"speculation": "off"}])
+def test_it_has_the_texts_and_counts_of_the_engine(address, extra):
+    with MeasuredServer(ClientConfig(url=address), extra=extra) as server:
+        for prompt in ([3, 4, 5], [6, 7], [8]):
+            found = server.ask(prompt, PARAMS)
+            assert found.text == tiny_engine().generate([prompt], PARAMS)[0].text
+            assert found.num_tokens == 20
+            assert found.ttft_s is not None
+            assert 0.0 <= found.ttft_s <= found.total_s
+
+
+# ------------------------------------------------------------------------------------- bad servers
+
+CARD = {"data": [{"id": "m", "max_model_len": 64}]}
+
+
+def over(answer: httpx.Response) -> MeasuredServer:
+    def reply(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=CARD) if request.method == "GET" else answer
+
+    config = ClientConfig(url="http://server", num_tries=1)
+    return MeasuredServer(config, transport=httpx.MockTransport(reply))
+
+
+def events(*data: object) -> httpx.Response:
+    lines = [f"data: {json.dumps(each)}\n\n" for each in data]
+    return httpx.Response(200, text="".join(lines) + "data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (httpx.Response(500, text="oops"), "status 500: oops"),
+        (httpx.Response(200, text="data: {}\n\n"), "before it was complete"),
+        (httpx.Response(200, text="data: {\n\n"), "an event"),
+        (httpx.Response(200, text="data: [1]\n\n"), r"sends \[1\]"),
+        (events({"error": {"message": "out of memory"}}), "out of memory"),
+        (events({"choices": [3]}), "no completion"),
+        (events({"choices": [{"token_ids": ["x"]}]}), "no completion"),
+        (httpx.Response(200, headers={"content-encoding": "br"}, content=b""), "encoding 'br'"),
+    ],
+)
+def test_a_broken_server_is_an_error_that_names_it(answer, message):
+    with pytest.raises(ServerUnavailable, match=message):
+        over(answer).ask("a", PARAMS)
+
+
+def test_a_refusal_is_final():
+    with pytest.raises(InvalidRequest, match="refuses the request with status 404: no such model"):
+        over(httpx.Response(404, text="no such model")).ask("a", PARAMS)
+
+
+def test_text_without_ids_has_the_count_of_the_server():
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    server = over(events({"choices": [{"text": "hi", "finish_reason": "stop"}]}, {"usage": usage}))
+    found = server.ask("a", PARAMS)
+    assert (found.text, found.num_tokens) == ("hi", 2)
+
+
+def test_no_server_and_no_such_model():
+    with pytest.raises(ServerUnavailable, match="cannot be reached"):
+        MeasuredServer(ClientConfig(url="http://127.0.0.1:9/v1"))
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=CARD))
+    with pytest.raises(InvalidRequest, match="does not serve 'other'; it serves m"):
+        MeasuredServer(ClientConfig(url="http://server", model="other"), transport=transport)
+
+
+def test_what_is_off_is_sent_to_servers_that_have_defaults_of_their_own():
+    params = SamplingParams(max_tokens=4, top_k=0)
+    assert set(sampling_fields(params, None)) == {"temperature", "top_p", "max_tokens"}
+    assert sampling_fields(params, "vllm")["top_k"] == -1
+    assert sampling_fields(replace(params, top_k=3), "forerun")["top_k"] == 3
+    fields = sampling_fields(replace(params, repetition_penalty=1.5, min_p=0.1), "llamacpp")
+    assert (fields["repeat_penalty"], fields["min_p"]) == (1.5, 0.1)
+    assert "min_p" in str(fields["samplers"])
