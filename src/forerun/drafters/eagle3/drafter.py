@@ -24,7 +24,8 @@ from forerun.control.base import Plan
 from forerun.drafters.base import ChainDraft, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.draft_sequence import PREFILL_CHUNK, DraftSequence
-from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
+from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.heads import over_target_vocabulary, rotary_sizes
 from forerun.drafters.tree_growth import token_paths
 from forerun.errors import RunnerUnavailable
 from forerun.models.architecture import Architecture
