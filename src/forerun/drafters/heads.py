@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from forerun.errors import InvalidModel
+from forerun.errors import IncompatibleDraft, InvalidModel
 from forerun.models.architecture import ROPE_KEYS, Architecture, checked_size, optional_size
 from forerun.models.checkpoint import WEIGHTS, weight_files
 from forerun.models.decoder import rotation
@@ -419,6 +419,16 @@ def check_head_tensors(
         expected = make().state_dict()
     maps = {name: expected[name] for name in ("d2t", "t2d")}
     check_tensors(expected, {**tensors, **maps}, where, advice=ADVICE)
+
+
+def check_layers_of(what: str, config: HeadConfig, num_layers: int) -> None:
+    """Refuse a head that reads layers which its target does not have (IncompatibleDraft)."""
+    outside = [i for i in config.feature_layers if not 0 <= i <= num_layers]
+    if outside:
+        raise IncompatibleDraft(
+            f"{what} reads layer {outside[0]} of its target, this target has {num_layers} layers: "
+            "use a head that was trained for this target"
+        )
 
 
 def write_head_files(

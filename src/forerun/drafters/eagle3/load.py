@@ -36,12 +36,13 @@ from forerun.drafters.eagle3.head import (
 from forerun.drafters.heads import (
     EMBEDDING,
     check_head_tensors,
+    check_layers_of,
     fill_head,
     read_head_tensors,
     target_ids_of,
     write_head_files,
 )
-from forerun.errors import IncompatibleDraft, InvalidModel, RunnerUnavailable
+from forerun.errors import InvalidModel, RunnerUnavailable
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.runner.native import NativeModel
@@ -124,12 +125,7 @@ def read_for(folder: Path, target: LanguageModel) -> Eagle3Head:
     head = read_eagle3_head(folder, num_target_layers=target.num_layers)
     sizes = (head.config.target_hidden_size, head.config.target_vocab_size)
     check_made_for(f"the EAGLE-3 head in {where} was", sizes, target)
-    outside = [i for i in head.config.feature_layers if not 0 <= i <= target.num_layers]
-    if outside:
-        raise IncompatibleDraft(
-            f"the EAGLE-3 head in {where} reads layer {outside[0]} of its target, this target has "
-            f"{target.num_layers} layers: use a head that was trained for this target"
-        )
+    check_layers_of(f"the EAGLE-3 head in {where}", head.config, target.num_layers)
     return head
 
 

@@ -1,0 +1,76 @@
+"""Reads, writes and loads DFlash networks; everything is checked, as in EAGLE-3 heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from forerun.drafters.base import check_made_for
+from forerun.drafters.dflash.drafter import DFlashDrafter
+from forerun.drafters.dflash.network import DFlashNetwork, config_of, is_dflash, settings_of
+from forerun.drafters.heads import (
+    check_head_tensors,
+    check_layers_of,
+    fill_head,
+    read_head_tensors,
+    target_ids_of,
+    write_head_files,
+)
+from forerun.errors import InvalidModel
+from forerun.models.base import LanguageModel
+from forerun.models.checkpoint import read_object
+
+RENAMED = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
+"""Names that transformers has for tensors."""
+
+
+def read_dflash(folder: Path) -> DFlashNetwork:
+    """Read a DFlash network in speculators' or z-lab's form, with weights in fp32."""
+    settings = read_object(folder / "config.json")
+    if not is_dflash(settings):
+        raise InvalidModel(f"{folder / 'config.json'} does not describe a DFlash network")
+    tensors = read_head_tensors(folder, RENAMED)
+    config = config_of(settings, [*tensors])
+    where = str(folder)
+    check_head_tensors(config, lambda: DFlashNetwork(config), tensors, where)
+    network = DFlashNetwork(config, target_ids_of(config, tensors, where))
+    fill_head(network, tensors, where)
+    return network.eval().float()
+
+
+def write_dflash(
+    network: DFlashNetwork,
+    folder: Path,
+    *,
+    form: Literal["speculators", "int8"] = "speculators",
+    target: str,
+    target_architecture: str = "LlamaForCausalLM",
+) -> None:
+    """Write a network; "int8" is speculators' form with int8 matrices, which forerun reads."""
+    settings = settings_of(network.config, target=target, target_architecture=target_architecture)
+    tensors = network.state_dict()
+    if not network.config.own_output:  # all tokens are drafted, so there are no maps
+        tensors = {name: tensors[name] for name in tensors if name not in ("d2t", "t2d")}
+    write_head_files(folder, settings, tensors, as_int8=form == "int8")
+
+
+def read_for(folder: Path, target: LanguageModel) -> DFlashNetwork:
+    """Read a network in fp32 and check that its sizes and layers are those of a target."""
+    network = read_dflash(folder)
+    config, what = network.config, f"the DFlash network in {folder}"
+    sizes = (config.target_hidden_size, config.target_vocab_size)
+    check_made_for(f"{what} was", sizes, target)
+    check_layers_of(what, config, target.num_layers)
+    return network
+
+
+def load_dflash(folder: Path, target: LanguageModel) -> DFlashDrafter:
+    """Load the DFlash network in a folder for a loaded target."""
+    network = read_for(folder, target)
+    if not network.config.own_output:  # a target without a matrix is refused before any request
+        row = torch.zeros((1, target.hidden_size), dtype=target.dtype, device=target.device)
+        target.head(row)
+    network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
+    return DFlashDrafter(network, target)
