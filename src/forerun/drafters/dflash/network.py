@@ -195,14 +195,16 @@ class DFlashAttention(nn.Module):
 
     def keys_values(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated keys, and values, of context rows or of normed rows of a block."""
-        shape = (*rows.shape[:-1], -1, self.dim)
-        keys = rotate(self.k_norm(self.k_proj(rows).view(shape)), cos, sin)
-        return keys, self.v_proj(rows).view(shape)
+        values = self.v_proj(rows).view(*rows.shape[:-1], -1, self.dim)
+        # In autocast products are of lower precision than rows; norms and rotations are not.
+        keys = self.k_proj(rows).view_as(values).to(rows.dtype)
+        return rotate(self.k_norm(keys), cos, sin).to(values.dtype), values
 
     def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        shape = (*rows.shape[:-1], -1, self.dim)
-        queries = rotate(self.q_norm(self.q_proj(rows).view(shape)), cos, sin)
-        attended = attend(queries, *self.keys_values(rows, cos, sin))
+        keys, values = self.keys_values(rows, cos, sin)
+        queries = self.q_proj(rows).view(*rows.shape[:-1], -1, self.dim).to(rows.dtype)
+        queries = rotate(self.q_norm(queries), cos, sin).to(values.dtype)
+        attended = attend(queries, keys, values)
         output: Tensor = self.o_proj(attended.flatten(-2))
         return output
 
@@ -255,7 +257,7 @@ class DFlashNetwork(HeadModule):
         positions: Int64[Tensor, "*rows"],
     ) -> list[tuple[Float[Tensor, "*rows kv_heads dim"], Float[Tensor, "*rows kv_heads dim"]]]:
         """Return keys and values of context rows, for every layer."""
-        fused = self.hidden_norm(self.fc(features.flatten(-2)))
+        fused = self.hidden_norm(self.fc(features.flatten(-2)).to(features.dtype))
         cos, sin = self.rotations(positions, fused.dtype)
         return [layer.self_attn.keys_values(fused, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
 
