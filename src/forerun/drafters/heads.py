@@ -66,7 +66,9 @@ class HeadConfig:
             raise InvalidModel("the head reads no layer of the target; name its layers")
 
 
-def sizes_of(settings: Mapping[str, Any], what: str, types: tuple[str, ...]) -> dict[str, Any]:
+def read_head_sizes(
+    settings: Mapping[str, Any], what: str, types: tuple[str, ...]
+) -> dict[str, Any]:
     """Read the sizes that `HeadConfig` has from config.json, except the layers of the target."""
     nested = settings.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else settings
@@ -142,7 +144,7 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def listed_layers(listed: Any, name: str, offset: int = 0) -> tuple[int, ...]:
+def read_layers(listed: Any, name: str, offset: int = 0) -> tuple[int, ...]:
     """Return the layers that a field of config.json lists, with an offset added to each."""
     valid = isinstance(listed, list) and listed
     if not valid or not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
@@ -150,7 +152,7 @@ def listed_layers(listed: Any, name: str, offset: int = 0) -> tuple[int, ...]:
     return tuple(i + offset for i in listed)
 
 
-def layer_settings(config: HeadConfig, model_type: str = "llama") -> dict[str, Any]:
+def make_layer_settings(config: HeadConfig, model_type: str = "llama") -> dict[str, Any]:
     return {
         "model_type": model_type,
         "hidden_size": config.hidden_size,
@@ -175,7 +177,7 @@ SPECULATORS_VERSION = "0.3.0"
 """Version of speculators' file format that is written."""
 
 
-def speculators_form(
+def make_speculators_form(
     config: HeadConfig,
     *,
     algorithm: str,
@@ -318,7 +320,7 @@ def rotary_sizes(config: HeadConfig) -> tuple[Architecture, dict[str, Any]]:
         vocab_size=config.draft_vocab_size,
         max_positions=config.max_positions,
     )
-    return architecture, layer_settings(config)
+    return architecture, make_layer_settings(config)
 
 
 ADVICE = "correct the sizes and flags in config.json, or fetch the head again"
@@ -360,7 +362,7 @@ def _dequantise(tensors: dict[str, Tensor], folder: Path) -> None:
         tensors[name] = stored.float() * scale.float()
 
 
-def target_ids_of(config: HeadConfig, tensors: Mapping[str, Tensor], where: str) -> Tensor:
+def read_target_ids(config: HeadConfig, tensors: Mapping[str, Tensor], where: str) -> Tensor:
     """Return the target token id of every draft token."""
     num_draft, num_target = config.draft_vocab_size, config.target_vocab_size
     d2t = tensors.get("d2t")

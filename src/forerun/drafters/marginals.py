@@ -45,7 +45,7 @@ class MarginalDrafter(Drafter):
         """Whether what is needed of the target was handed over for every row of a request."""
 
     @abstractmethod
-    def marginals(
+    def predict(
         self, requests: Sequence[DraftRequest], num_positions: int
     ) -> Float[Tensor, "positions requests vocab"]:
         """Return the logits of the next positions of ready requests."""
@@ -65,7 +65,7 @@ class MarginalDrafter(Drafter):
             return proposals
         shapes = [shape_of(plans[at], self.max_tokens) for at in able]
         depth, width = max(s.depth for s in shapes), max(s.width for s in shapes)
-        logits = self.marginals([requests[at] for at in able], depth)
+        logits = self.predict([requests[at] for at in able], depth)
         log_probs = logits.float().log_softmax(-1)
         top = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)
         tokens_found = top.indices if self.target_ids is None else self.target_ids[top.indices]

@@ -235,7 +235,7 @@ class MedusaDrafter(MarginalDrafter):
     def is_ready(self, request: DraftRequest) -> bool:
         return request.request_id in self._last
 
-    def marginals(
+    def predict(
         self, requests: Sequence[DraftRequest], num_positions: int
     ) -> Float[Tensor, "positions requests vocab"]:
         hidden = torch.stack([self._last[request.request_id] for request in requests])

@@ -21,16 +21,16 @@ from forerun.align.methods.base import HeadMethod, PassStates, with_weights
 from forerun.align.methods.eagle3 import (
     TargetParts,
     check_known,
+    choose_sizes,
     drafted_tokens,
-    fresh_sizes,
-    inner_matrices,
+    list_matrices,
     read_parts,
 )
 from forerun.align.objectives import DraftHead
 from forerun.align.samples import PackedBatch, Sample, seen
 from forerun.align.teachers import StateRows
 from forerun.drafters.dflash.load import read_dflash, write_dflash
-from forerun.drafters.dflash.network import DFlashConfig, DFlashNetwork, seen_block
+from forerun.drafters.dflash.network import DFlashConfig, DFlashNetwork, mask_block
 from forerun.drafters.heads import Attend
 from forerun.errors import InvalidRequest
 from forerun.models.checkpoint import ModelFiles
@@ -49,7 +49,7 @@ class DFlashMethod(HeadMethod):
         """Read the network to begin with, if one is named, and refuse that of another target."""
         attached, sizes = self.config.attached, self.target.sizes
         if (draft := self.config.draft) is None:
-            fresh_sizes(attached, sizes, self.target.settings)  # refuses layers it does not have
+            choose_sizes(attached, sizes, self.target.settings)  # refuses layers it does not have
             return
         folder = ModelFiles.find(draft).folder
         self._known = read_dflash(folder)
@@ -77,7 +77,7 @@ class DFlashMethod(HeadMethod):
         tokens = drafted_tokens(samples, vocab_size, attached.draft_vocab_size)
         own_output = len(tokens) < vocab_size
         config = DFlashConfig(
-            **fresh_sizes(attached, target.architecture, target.settings),
+            **choose_sizes(attached, target.architecture, target.settings),
             draft_vocab_size=len(tokens),
             num_layers=BLOCK_LAYERS,
             block_size=attached.num_passes + 1,
@@ -95,7 +95,7 @@ class DFlashMethod(HeadMethod):
         return network
 
     def muon_matrices(self) -> Sequence[nn.Parameter]:
-        return inner_matrices(self.model.head)
+        return list_matrices(self.model.head)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the network in bf16, in speculators' form."""
@@ -134,7 +134,8 @@ class BlocksOverTarget(nn.Module):
         learning: Bool[Tensor, "passes rows width"],
     ) -> PassStates:
         """Run the blocks of all rows that have a loss; see `PassLoss`."""
-        states = block_states(self.head, self.embedding, batch, rows.features, learning.any(0))
+        assert isinstance(self.embedding, Tensor)
+        states = compute_blocks(self.head, self.embedding, batch, rows.features, learning.any(0))
         output = self.output if self.head.lm_head is None else self.head.lm_head.weight
         assert isinstance(output, Tensor)
         return PassStates(
@@ -147,7 +148,7 @@ class BlocksOverTarget(nn.Module):
         )
 
 
-def block_states(
+def compute_blocks(
     head: DFlashNetwork,
     embedding: Float[Tensor, "vocab hidden"],
     batch: PackedBatch,
@@ -156,21 +157,21 @@ def block_states(
 ) -> Float[Tensor, "active tokens hidden"]:
     """Return the states of the blocks whose anchors follow the active rows, in row-major order."""
     config = head.config
-    context = head.context(features.to(head.fc.weight.dtype), batch.positions)
+    context = head.read_context(features.to(head.fc.weight.dtype), batch.positions)
     anchors = F.pad(batch.ids, (0, 1))[:, 1:][active]
     shape = (len(anchors), config.max_tokens, -1)
     masks = embedding[config.mask_token_id].expand(shape)
     embedded = torch.cat([embedding[anchors][:, None], masks], dim=1)
     steps = torch.arange(1, config.block_size + 1, device=anchors.device)
     attends: list[Attend] = [
-        partial(attend_blocks, head, layer, batch, active, parts)
+        partial(_attend_layer, head, layer, batch, active, parts)
         for layer, parts in enumerate(context)
     ]
     found: Tensor = head(embedded, batch.positions[active][:, None] + steps, attends)
     return found
 
 
-def attend_blocks(  # noqa: PLR0913 (bound for a layer, then called as `Attend`)
+def _attend_layer(  # noqa: PLR0913 (bound for a layer, then called as `Attend`)
     head: DFlashNetwork,
     layer: int,
     batch: PackedBatch,
@@ -185,7 +186,7 @@ def attend_blocks(  # noqa: PLR0913 (bound for a layer, then called as `Attend`)
     if (window := head.config.windows[layer]) is not None:
         places = torch.arange(visible.shape[-1], device=visible.device)
         visible = visible & (places[:, None] + 1 - places < window)
-    own = seen_block(head.config, layer, queries.device)
+    own = mask_block(head.config, layer)
     found, first = [], 0
     for row, of_row in enumerate(active):
         for places in of_row.nonzero()[:, 0].split(CHUNK_BLOCKS):
@@ -217,7 +218,7 @@ def _attend(
     far = far.masked_fill(~masks[0][None, :, None], -torch.inf)
     if masks[1] is not None:
         allowed = masks[1].repeat_interleave(num_heads // kv_heads, 0)
-        near = near.masked_fill(~allowed, -torch.inf)
+        near = near.masked_fill(~allowed.to(near.device), -torch.inf)
     exact = torch.promote_types(queries.dtype, torch.float32)
     shares = torch.cat([far, near], dim=-1).softmax(-1, dtype=exact).to(queries.dtype)
     of_context = shares[..., :width].reshape(kv_heads, -1, width) @ context[1].transpose(0, 1)

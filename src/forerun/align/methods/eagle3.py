@@ -63,7 +63,7 @@ class Eagle3Method(HeadMethod):
         self.model = UnrolledEagle3(head, target.embedding)
 
     def muon_matrices(self) -> Sequence[nn.Parameter]:
-        return inner_matrices(self.model.head)
+        return list_matrices(self.model.head)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the head in bf16, in the form that engines with native support for it read."""
@@ -77,7 +77,7 @@ class Eagle3Method(HeadMethod):
         )
 
 
-def inner_matrices(head: nn.Module) -> list[nn.Parameter]:
+def list_matrices(head: nn.Module) -> list[nn.Parameter]:
     """Return the matrices between a head's embedding and its output matrix."""
     outer = ("lm_head.", "embed_tokens.")
     named = head.named_parameters()
@@ -123,7 +123,7 @@ def _create_head(
 ) -> Eagle3Head:
     tokens = drafted_tokens(samples, target.architecture.vocab_size, attached.draft_vocab_size)
     config = Eagle3Config(
-        **fresh_sizes(attached, target.architecture, target.settings),
+        **choose_sizes(attached, target.architecture, target.settings),
         draft_vocab_size=len(tokens),
         norm_before_residual=attached.norm_before_residual,
     )
@@ -137,7 +137,7 @@ def _create_head(
     return head
 
 
-def fresh_sizes(
+def choose_sizes(
     attached: AttachedConfig, sizes: Architecture, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the sizes of a fresh head except that of its vocabulary."""

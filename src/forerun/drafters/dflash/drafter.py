@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from forerun.drafters.base import DraftRequest, StepOutcome
-from forerun.drafters.dflash.network import DFlashNetwork, seen_block, seen_context
+from forerun.drafters.dflash.network import DFlashNetwork, mask_block, mask_context
 from forerun.drafters.heads import Attend
 from forerun.drafters.marginals import MarginalDrafter
 from forerun.models.base import LanguageModel
@@ -41,12 +41,13 @@ class ContextRows:
                 stored[layer, self.num_rows : end] = part
         self.num_rows = end
 
-    def with_block(self, layer: int, keys: Tensor, values: Tensor) -> Sequence[Tensor]:
+    def extend(
+        self, layer: int, keys: Tensor, values: Tensor
+    ) -> Float[Tensor, "parts 1 kv_heads keys dim"]:
         """Return a layer's keys and values of all rows, and of a block that is not kept."""
-        end = self.num_rows + len(keys)
-        for stored, part in zip(self._stored, (keys, values), strict=True):
-            stored[layer, self.num_rows : end] = part
-        return [stored[layer, :end] for stored in self._stored]
+        rows = self._stored[:, layer, : self.num_rows + len(keys)]
+        rows[:, self.num_rows :] = torch.stack([keys, values])
+        return rows.transpose(1, 2)[:, None]
 
     def _reserve(self, num_rows: int) -> None:
         if num_rows > self._stored.shape[2]:
@@ -85,7 +86,7 @@ class DFlashDrafter(MarginalDrafter):
         rows = self._rows.get(request.request_id)
         return rows is not None and rows.num_rows == len(request.ids) - 1
 
-    def marginals(
+    def predict(
         self, requests: Sequence[DraftRequest], num_positions: int
     ) -> Float[Tensor, "positions requests vocab"]:
         config = self.network.config
@@ -116,25 +117,24 @@ class DFlashDrafter(MarginalDrafter):
     ) -> Float[Tensor, "requests block heads dim"]:
         attended = torch.empty_like(queries)
         for at, of_request in enumerate(rows):
-            found = of_request.with_block(layer, keys[at], values[at])
-            parts = [part.transpose(0, 1)[None] for part in (queries[at], *found)]
+            query = queries[at].transpose(0, 1)[None]
+            key, value = of_request.extend(layer, keys[at], values[at])
             mask = self._mask(layer, of_request.num_rows)
-            output = F.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+            output = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
             attended[at] = output[0].transpose(0, 1)
         return attended
 
     def _mask(self, layer: int, start: int) -> Bool[Tensor, "block keys"] | None:
         config, device = self.network.config, self.network.fc.weight.device
-        context = seen_context(config, layer, torch.arange(start, device=device), start)
-        block = seen_block(config, layer, device)
+        context, block = mask_context(config, layer, start), mask_block(config, layer)
         if context is None and block is None:
             return None
-        size = (config.block_size, config.block_size)
-        if context is None:
-            context = torch.ones(start, dtype=torch.bool, device=device)
-        if block is None:
-            block = torch.ones(size, dtype=torch.bool, device=device)
-        return torch.cat([context.expand(size[0], -1), block], dim=1)
+        mask = torch.ones(config.block_size, start + config.block_size, dtype=torch.bool)
+        if context is not None:
+            mask[:, :start] = context
+        if block is not None:
+            mask[:, start:] = block
+        return mask.to(device)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Compute keys and values of committed rows from the target's features."""
@@ -156,7 +156,7 @@ class DFlashDrafter(MarginalDrafter):
         features = torch.cat([outcome.features for outcome, _ in given])  # type: ignore[misc]
         features = features[:, self._columns].to(weight.device, weight.dtype)
         places = [torch.arange(o.first_row, o.first_row + o.num_rows) for o, _ in given]
-        layers = self.network.context(features, torch.cat(places).to(weight.device))
+        layers = self.network.read_context(features, torch.cat(places).to(weight.device))
         sizes = [outcome.num_rows for outcome, _ in given]
         keys, values = (
             [part.split(sizes) for part in parts] for parts in zip(*layers, strict=True)

@@ -9,13 +9,18 @@ import torch
 
 from forerun.drafters.base import check_made_for
 from forerun.drafters.dflash.drafter import DFlashDrafter
-from forerun.drafters.dflash.network import DFlashNetwork, config_of, is_dflash, settings_of
+from forerun.drafters.dflash.network import (
+    DFlashNetwork,
+    is_dflash,
+    make_settings,
+    read_dflash_config,
+)
 from forerun.drafters.heads import (
     check_head_tensors,
     check_layers_of,
     fill_head,
     read_head_tensors,
-    target_ids_of,
+    read_target_ids,
     write_head_files,
 )
 from forerun.errors import InvalidModel
@@ -32,10 +37,10 @@ def read_dflash(folder: Path) -> DFlashNetwork:
     if not is_dflash(settings):
         raise InvalidModel(f"{folder / 'config.json'} does not describe a DFlash network")
     tensors = read_head_tensors(folder, RENAMED)
-    config = config_of(settings, [*tensors])
+    config = read_dflash_config(settings, [*tensors])
     where = str(folder)
     check_head_tensors(config, lambda: DFlashNetwork(config), tensors, where)
-    network = DFlashNetwork(config, target_ids_of(config, tensors, where))
+    network = DFlashNetwork(config, read_target_ids(config, tensors, where))
     fill_head(network, tensors, where)
     return network.eval().float()
 
@@ -49,14 +54,14 @@ def write_dflash(
     target_architecture: str = "LlamaForCausalLM",
 ) -> None:
     """Write a network; "int8" is speculators' form with int8 matrices, which forerun reads."""
-    settings = settings_of(network.config, target=target, target_architecture=target_architecture)
+    settings = make_settings(network.config, target=target, target_architecture=target_architecture)
     tensors = network.state_dict()
     if not network.config.own_output:  # all tokens are drafted, so there are no maps
         tensors = {name: tensors[name] for name in tensors if name not in ("d2t", "t2d")}
     write_head_files(folder, settings, tensors, as_int8=form == "int8")
 
 
-def read_for(folder: Path, target: LanguageModel) -> DFlashNetwork:
+def read_dflash_for(folder: Path, target: LanguageModel) -> DFlashNetwork:
     """Read a network in fp32 and check that its sizes and layers are those of a target."""
     network = read_dflash(folder)
     config, what = network.config, f"the DFlash network in {folder}"
@@ -68,7 +73,7 @@ def read_for(folder: Path, target: LanguageModel) -> DFlashNetwork:
 
 def load_dflash(folder: Path, target: LanguageModel) -> DFlashDrafter:
     """Load the DFlash network in a folder for a loaded target."""
-    network = read_for(folder, target)
+    network = read_dflash_for(folder, target)
     if not network.config.own_output:  # a target without a matrix is refused before any request
         row = torch.zeros((1, target.hidden_size), dtype=target.dtype, device=target.device)
         target.head(row)

@@ -26,11 +26,11 @@ from forerun.drafters.heads import (
     HeadConfig,
     HeadModule,
     flag,
-    layer_settings,
-    listed_layers,
+    make_layer_settings,
+    make_speculators_form,
+    read_head_sizes,
+    read_layers,
     rotate,
-    sizes_of,
-    speculators_form,
 )
 from forerun.errors import InvalidModel
 from forerun.models.architecture import checked_size
@@ -91,14 +91,14 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
     return isinstance(named, list) and any(name in ARCHITECTURES for name in named)
 
 
-def config_of(settings: Mapping[str, Any], names: Sequence[str]) -> DFlashConfig:
+def read_dflash_config(settings: Mapping[str, Any], names: Sequence[str]) -> DFlashConfig:
     """Read the sizes of a network from its config.json and the names of its tensors."""
     nested = settings.get("dflash_config")
     inner = nested if isinstance(nested, Mapping) else {}
     for name, wanted in NOT_SUPPORTED.items():
         if (found := settings.get(name, wanted)) not in (wanted, None):
             raise InvalidModel(f"a DFlash network with {name}={found!r:.40} is not supported")
-    sizes = sizes_of(settings, "a DFlash network", ("qwen3", "llama"))
+    sizes = read_head_sizes(settings, "a DFlash network", ("qwen3", "llama"))
     own_output = "lm_head.weight" in names
     mask = inner.get("mask_token_id", settings.get("mask_token_id"))
     if not isinstance(mask, int) or isinstance(mask, bool):
@@ -108,9 +108,9 @@ def config_of(settings: Mapping[str, Any], names: Sequence[str]) -> DFlashConfig
         )
     listed = settings.get(LAYER_IDS)
     if listed is None and (outputs := inner.get(NESTED_LAYER_IDS)) is not None:
-        layers = listed_layers(outputs, NESTED_LAYER_IDS, offset=1)
+        layers = read_layers(outputs, NESTED_LAYER_IDS, offset=1)
     else:
-        layers = listed_layers(listed, LAYER_IDS)
+        layers = read_layers(listed, LAYER_IDS)
     windows, causal = _masks_of(settings, sizes["num_layers"])
     return DFlashConfig(
         **sizes,
@@ -149,15 +149,15 @@ def _masks_of(
     return tuple(window if slide else None for slide in slides), tuple(causal)
 
 
-def settings_of(config: DFlashConfig, *, target: str, target_architecture: str) -> dict[str, Any]:
+def make_settings(config: DFlashConfig, *, target: str, target_architecture: str) -> dict[str, Any]:
     """Return the contents of config.json in the form of speculators."""
     window = next((window for window in config.windows if window is not None), None)
-    layer = layer_settings(config, "qwen3" if config.qk_norm else "llama")
+    layer = make_layer_settings(config, "qwen3" if config.qk_norm else "llama")
     layer["layer_types"] = [
         "full_attention" if window is None else "sliding_attention" for window in config.windows
     ]
     layer |= {"sliding_window": window, "use_sliding_window": window is not None}
-    form = speculators_form(
+    form = make_speculators_form(
         config,
         algorithm="dflash",
         architecture=ARCHITECTURES[0],
@@ -193,7 +193,7 @@ class DFlashAttention(nn.Module):
         self.q_norm = norm(dim, eps=config.norm_eps)
         self.k_norm = norm(dim, eps=config.norm_eps)
 
-    def keys_values(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated keys, and values, of context rows or of normed rows of a block."""
         values = self.v_proj(rows).view(*rows.shape[:-1], -1, self.dim)
         # In autocast products are of lower precision than rows; norms and rotations are not.
@@ -201,7 +201,7 @@ class DFlashAttention(nn.Module):
         return rotate(self.k_norm(keys), cos, sin).to(values.dtype), values
 
     def forward(self, rows: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        keys, values = self.keys_values(rows, cos, sin)
+        keys, values = self.project(rows, cos, sin)
         queries = self.q_proj(rows).view(*rows.shape[:-1], -1, self.dim).to(rows.dtype)
         queries = rotate(self.q_norm(queries), cos, sin).to(values.dtype)
         attended = attend(queries, keys, values)
@@ -251,7 +251,7 @@ class DFlashNetwork(HeadModule):
             nn.Embedding(config.target_vocab_size, width) if config.own_embedding else None
         )
 
-    def context(
+    def read_context(
         self,
         features: Float[Tensor, "*rows layers target_width"],
         positions: Int64[Tensor, "*rows"],
@@ -259,7 +259,7 @@ class DFlashNetwork(HeadModule):
         """Return keys and values of context rows, for every layer."""
         fused = self.hidden_norm(self.fc(features.flatten(-2)).to(features.dtype))
         cos, sin = self.rotations(positions, fused.dtype)
-        return [layer.self_attn.keys_values(fused, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
+        return [layer.self_attn.project(fused, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
 
     def forward(
         self,
@@ -281,19 +281,13 @@ class DFlashNetwork(HeadModule):
         return output
 
 
-def seen_context(
-    config: DFlashConfig, layer: int, positions: Int64[Tensor, " context"], start: int
-) -> Bool[Tensor, " context"] | None:
+def mask_context(config: DFlashConfig, layer: int, start: int) -> Bool[Tensor, " start"] | None:
     """Return which context rows a block at position `start` sees in a layer; None: all of them."""
     window = config.windows[layer]
-    return None if window is None else positions > start - window
+    return None if window is None else torch.arange(start) > start - window
 
 
-def seen_block(
-    config: DFlashConfig, layer: int, device: torch.device
-) -> Bool[Tensor, "block block"] | None:
+def mask_block(config: DFlashConfig, layer: int) -> Bool[Tensor, "block block"] | None:
     """Return which rows of its block each row sees in a layer; None: all of them."""
-    if not config.causal[layer]:
-        return None
     size = config.block_size
-    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    return torch.ones(size, size, dtype=torch.bool).tril() if config.causal[layer] else None

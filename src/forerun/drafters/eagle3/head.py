@@ -25,11 +25,11 @@ from forerun.drafters.heads import (
     HeadConfig,
     HeadModule,
     flag,
-    layer_settings,
-    listed_layers,
+    make_layer_settings,
+    make_speculators_form,
+    read_head_sizes,
+    read_layers,
     rotate,
-    sizes_of,
-    speculators_form,
 )
 from forerun.errors import InvalidModel
 
@@ -97,12 +97,12 @@ def config_of(
     settings: Mapping[str, Any], *, num_target_layers: int | None, own_embedding: bool
 ) -> Eagle3Config:
     """Read the sizes and flags of a head from the contents of its config.json."""
-    flags = {name: flag(settings, name) for name in FLAGS}
+    flags: dict[str, Any] = {name: flag(settings, name) for name in FLAGS}
     is_nested = isinstance(settings.get("transformer_layer_config"), Mapping)
     if is_nested and settings.get("norm_before_residual") is None:
         flags["norm_before_residual"] = True  # vLLM's default for this form
     return Eagle3Config(
-        **sizes_of(settings, "an EAGLE-3 head", ("llama", "eagle3")),
+        **read_head_sizes(settings, "an EAGLE-3 head", ("llama", "eagle3")),
         feature_layers=feature_layers_of(settings, num_target_layers),
         own_embedding=own_embedding,
         **flags,
@@ -147,7 +147,7 @@ def feature_layers_of(
         if num_target_layers is None:
             raise InvalidModel(f"config.json names no layers of the target ({LAYER_IDS})")
         return default_feature_layers(num_target_layers)
-    return listed_layers(listed, LAYER_IDS, offset)
+    return read_layers(listed, LAYER_IDS, offset)
 
 
 def _common_settings(config: Eagle3Config) -> dict[str, Any]:
@@ -164,11 +164,11 @@ def speculators_settings(
     config: Eagle3Config, *, target: str, target_architecture: str, num_speculative_tokens: int
 ) -> dict[str, Any]:
     """Return the contents of config.json in the form that speculators writes and vLLM reads."""
-    form = speculators_form(
+    form = make_speculators_form(
         config,
         algorithm="eagle3",
         architecture="Eagle3Speculator",
-        layer=layer_settings(config),
+        layer=make_layer_settings(config),
         verifier=(target, target_architecture),
         num_speculative_tokens=num_speculative_tokens,
     )
@@ -178,7 +178,7 @@ def speculators_settings(
 def raw_settings(config: Eagle3Config) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **layer_settings(config),
+        **make_layer_settings(config),
         **_common_settings(config),
         "eagle_config": {
             LAYER_IDS: [layer - 1 for layer in config.feature_layers],

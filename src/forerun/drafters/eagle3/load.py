@@ -39,7 +39,7 @@ from forerun.drafters.heads import (
     check_layers_of,
     fill_head,
     read_head_tensors,
-    target_ids_of,
+    read_target_ids,
     write_head_files,
 )
 from forerun.errors import InvalidModel, RunnerUnavailable
@@ -64,7 +64,7 @@ def read_eagle3_head(folder: Path, *, num_target_layers: int | None = None) -> E
 
 def build_head(config: Eagle3Config, tensors: Mapping[str, Tensor], where: str) -> Eagle3Head:
     check_head_tensors(config, lambda: Eagle3Head(config), tensors, where)
-    head = Eagle3Head(config, target_ids_of(config, tensors, where))
+    head = Eagle3Head(config, read_target_ids(config, tensors, where))
     fill_head(head, tensors, where)
     return head.eval()
 

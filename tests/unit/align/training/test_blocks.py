@@ -10,7 +10,7 @@ from tests import heads, tiny
 from tests.unit.drafters.test_dflash import CAUSAL, SLIDING, features_of
 
 from forerun.align.methods.base import learned_passes
-from forerun.align.methods.dflash import block_states, choose_mask
+from forerun.align.methods.dflash import choose_mask, compute_blocks
 from forerun.align.samples import Packing, Sample
 from forerun.drafters.base import DraftRequest, StepOutcome
 from forerun.drafters.dflash.drafter import DFlashDrafter
@@ -48,7 +48,7 @@ def drafted(drafter: DFlashDrafter, ids: list[int], features: torch.Tensor) -> t
         )
     assert drafter.is_ready(request)
     with torch.inference_mode():
-        logits = drafter.marginals([request], drafter.max_tokens)[:, 0]
+        logits = drafter.predict([request], drafter.max_tokens)[:, 0]
     drafter.forget("one")
     return logits
 
@@ -70,7 +70,7 @@ def test_training_equals_drafting(changes):
             features[row, place : place + len(ids)] = features_of(target, ids, layers)
     order = [layers.index(layer) for layer in drafter.required_features]
     table = target.embed(torch.arange(tiny.VOCAB_SIZE))
-    states = block_states(network, table, batch, features, active)
+    states = compute_blocks(network, table, batch, features, active)
     output = target.head if network.lm_head is None else network.lm_head
     compared = 0
     for (row, place), state in zip(active.nonzero().tolist(), states, strict=True):
@@ -92,14 +92,14 @@ def test_a_block_sees_no_other_and_nothing_after_its_anchor():
     shape = (*batch.ids.shape, len(network.config.feature_layers), target.hidden_size)
     features = torch.empty(shape).normal_(generator=torch.Generator().manual_seed(1))
     table = target.embed(torch.arange(tiny.VOCAB_SIZE))
-    before = block_states(network, table, batch, features, active)
+    before = compute_blocks(network, table, batch, features, active)
     row, place = active.nonzero()[3].tolist()
     ids = batch.ids.clone()
     ids[row, place + 1] = (ids[row, place + 1] + 1) % tiny.VOCAB_SIZE
-    after = block_states(network, table, replace(batch, ids=ids), features, active)
+    after = compute_blocks(network, table, replace(batch, ids=ids), features, active)
     assert (before != after).flatten(1).any(1).tolist() == [n == 3 for n in range(len(before))]
     features[row, place] += 1
-    changed = (before != block_states(network, table, batch, features, active)).flatten(1).any(1)
+    changed = (before != compute_blocks(network, table, batch, features, active)).flatten(1).any(1)
     alike = batch.samples[active.nonzero().T.unbind()] == batch.samples[row, place]
     later = active.nonzero()[:, 1] >= place
     assert changed.tolist() == (alike & later & (active.nonzero()[:, 0] == row)).tolist()
