@@ -23,7 +23,7 @@ from forerun.align.methods.eagle3 import (
     check_known,
     choose_sizes,
     drafted_tokens,
-    list_matrices,
+    find_inner_matrices,
     read_parts,
 )
 from forerun.align.objectives import DraftHead
@@ -95,7 +95,7 @@ class DFlashMethod(HeadMethod):
         return network
 
     def muon_matrices(self) -> Sequence[nn.Parameter]:
-        return list_matrices(self.model.head)
+        return find_inner_matrices(self.model.head)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the network in bf16, in speculators' form."""

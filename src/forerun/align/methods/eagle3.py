@@ -63,7 +63,7 @@ class Eagle3Method(HeadMethod):
         self.model = UnrolledEagle3(head, target.embedding)
 
     def muon_matrices(self) -> Sequence[nn.Parameter]:
-        return list_matrices(self.model.head)
+        return find_inner_matrices(self.model.head)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the head in bf16, in the form that engines with native support for it read."""
@@ -77,7 +77,7 @@ class Eagle3Method(HeadMethod):
         )
 
 
-def list_matrices(head: nn.Module) -> list[nn.Parameter]:
+def find_inner_matrices(head: nn.Module) -> list[nn.Parameter]:
     """Return the matrices between a head's embedding and its output matrix."""
     outer = ("lm_head.", "embed_tokens.")
     named = head.named_parameters()
