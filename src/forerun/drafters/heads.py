@@ -256,6 +256,7 @@ class HeadModule(nn.Module):
         t2d: whether a target token can be drafted.
     """
 
+    config: HeadConfig
     d2t: Tensor
     t2d: Tensor
 

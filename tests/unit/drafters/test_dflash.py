@@ -14,7 +14,7 @@ from forerun.control.base import Tree
 from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter
 from forerun.drafters.dflash.drafter import DFlashDrafter
-from forerun.drafters.dflash.load import load_dflash, read_dflash, write_dflash
+from forerun.drafters.dflash.load import PackedLinear, load_dflash, read_dflash, write_dflash
 from forerun.drafters.dflash.network import DFlashNetwork
 from forerun.drafters.registry import find_checkpoint
 from forerun.errors import ForerunError, IncompatibleDraft, InvalidModel
@@ -55,6 +55,7 @@ class Watched(Drafter):
 
     def __init__(self, drafter, other):
         self.drafter, self.other, self.num_checked = drafter, other, 0
+        self.whole = None
         self.method, self.max_width = drafter.method, drafter.max_width
         self.required_features = drafter.required_features
 
@@ -63,7 +64,7 @@ class Watched(Drafter):
         for request, proposal in zip(requests, proposals, strict=True):
             if proposal is None:
                 continue
-            network = self.drafter.network
+            network = self.whole or self.drafter.network
             layers = network.config.feature_layers
             features = features_of(self.other, list(request.ids[:-1]), layers)
             logits = heads.slow_block(network, self.other, list(request.ids), features)
@@ -109,9 +110,12 @@ def test_proposals_equal_blocks_without_caches(base, target, changes, shape):
     assert not drafter._rows
 
 
-def test_text_beside_the_kernels_of_the_target(base):
+def test_the_kernels_of_the_target_compute_it(base, tmp_path):
     target = natives.native_model(base)
-    drafter = DFlashDrafter(heads.dflash_network(target), target)
+    write_dflash(heads.dflash_network(target), tmp_path, target="t")
+    drafter = Watched(load_dflash(tmp_path, target), tiny.adapted(base))
+    assert isinstance(drafter.drafter.network.fc, PackedLinear)
+    drafter.whole = read_dflash(tmp_path)
     for params in (GREEDY, SEEDED):
         plain = tiny.engine_over(target).generate(PROMPTS, params)
         found = tiny.engine_over(target, drafter, k=4).generate(PROMPTS, params)

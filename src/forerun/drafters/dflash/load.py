@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from forerun.drafters.base import check_made_for
 from forerun.drafters.dflash.drafter import DFlashDrafter
@@ -15,6 +17,7 @@ from forerun.drafters.dflash.network import (
     make_settings,
     read_dflash_config,
 )
+from forerun.drafters.eagle3.drafter import pack_matrix
 from forerun.drafters.heads import (
     check_head_tensors,
     check_layers_of,
@@ -26,6 +29,8 @@ from forerun.drafters.heads import (
 from forerun.errors import InvalidModel
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
+from forerun.models.runner.native import NativeModel
+from forerun.models.runner.packed import PackedWeights
 
 RENAMED = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
 """Names that transformers has for tensors."""
@@ -77,5 +82,31 @@ def load_dflash(folder: Path, target: LanguageModel) -> DFlashDrafter:
     if not network.config.own_output:  # a target without a matrix is refused before any request
         row = torch.zeros((1, target.hidden_size), dtype=target.dtype, device=target.device)
         target.head(row)
-    network = network.to(device=target.device, dtype=target.dtype).requires_grad_(False)
+    network = network.requires_grad_(False)
+    if isinstance(target, NativeModel):
+        pack_matrices(network, target)
+    else:
+        network = network.to(device=target.device, dtype=target.dtype)
     return DFlashDrafter(network, target)
+
+
+class PackedLinear(nn.Module):
+    """A matrix that the kernels of a target multiply with; the rows stay in fp32."""
+
+    def __init__(self, weights: PackedWeights, matrix: Tensor) -> None:
+        super().__init__()
+        self.packed, self.num_outputs = weights, len(matrix)
+        self.weight = matrix.new_empty(0)  # for its dtype and device
+
+    def forward(self, rows: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
+        found = self.packed.apply_head(rows.flatten(0, -2), self.num_outputs)
+        return found.view(*rows.shape[:-1], self.num_outputs)
+
+
+def pack_matrices(network: DFlashNetwork, target: NativeModel) -> None:
+    """Replace the matrices of a network by packed ones."""
+    for module in [*network.modules()]:
+        for name, part in [*module.named_children()]:
+            if isinstance(part, nn.Linear):
+                packed = pack_matrix(network, part.weight, target)
+                setattr(module, name, PackedLinear(packed, part.weight))
