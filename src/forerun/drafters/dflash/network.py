@@ -233,6 +233,8 @@ class DFlashNetwork(HeadModule):
         embed_tokens: None where the target's embedding is used.
     """
 
+    config: DFlashConfig
+
     def __init__(
         self, config: DFlashConfig, target_ids: Int64[Tensor, " draft_vocab"] | None = None
     ) -> None:

@@ -239,6 +239,8 @@ class Eagle3Head(HeadModule):
         embed_tokens: None where the target's embedding is used.
     """
 
+    config: Eagle3Config
+
     def __init__(
         self, config: Eagle3Config, target_ids: Int64[Tensor, " draft_vocab"] | None = None
     ) -> None:
