@@ -15,22 +15,23 @@ TeacherKind = Literal["auto", "model", "hidden"]
 Export = Literal["vllm", "sglang"]
 Source = Literal["target", "fixed"]
 """What wrote a training text: the target, or a data set."""
-Method = Literal["draft_model", "eagle3", "medusa"]
+Method = Literal["draft_model", "eagle3", "dflash", "medusa"]
 """What is trained: a model of its own, or a head that reads the target's hidden states."""
 
+BLOCK_LAYERS = 2
+"""Decoder layers of a fresh DFlash network."""
 LEFT_OUT = ("out", "engine", "export")
 """Settings that do not change the trained draft, only where and how fast it is made."""
 FREE_TRAINING_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
 """Training settings that may differ when a run is resumed, because they change no step."""
-EAGLE3_ALONE = (
+WITH_LAYERS = (
     "draft_vocab_size",
     "feature_layers",
     "intermediate_size",
     "num_heads",
     "num_kv_heads",
-    "norm_before_residual",
 )
-"""Settings of `AttachedConfig` that Medusa heads do not have."""
+"""Settings of `AttachedConfig` of heads with decoder layers, which Medusa heads do not have."""
 
 TRAINING_RANGES = (
     Range("num_steps", 1, integer=True),
@@ -115,24 +116,25 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachedConfig:
-    """Shape and training of a head on the target (methods eagle3 and medusa)."""
+    """Shape and training of a head on the target (methods eagle3, dflash and medusa)."""
 
     num_passes: int = 5
-    """Tokens that a row learns to predict: passes of the unroll, or Medusa heads."""
+    """Tokens that a row learns to predict: passes of the unroll, rows of a block, Medusa heads."""
     pass_decay: float = 0.8
     """Weight of a pass over that of the one before it; 1 weighs all alike."""
     draft_vocab_size: int | None = None
-    """eagle3: tokens that can be drafted, the most frequent of the responses. By default as many
-    as cover 99.5% of answers to other prompts. The vocabulary of a head to go on from is chosen
-    again if this is another size than its own."""
+    """eagle3, dflash: tokens that can be drafted, the most frequent of the responses. By default as
+    many as cover 99.5% of answers to other prompts. With all tokens of the target dflash uses its
+    output matrix. The vocabulary of an EAGLE-3 head to go on from is chosen again if this is
+    another size than its own."""
     feature_layers: tuple[int, ...] = ()
-    """eagle3: layers of the target whose input is read; by default 2, L/2 and L - 3."""
+    """eagle3, dflash: layers of the target whose input is read; by default 2, L/2 and L - 3."""
     intermediate_size: int | None = None
-    """eagle3: width of the feed-forward; by default the target's."""
+    """eagle3, dflash: width of the feed-forward; by default the target's."""
     num_heads: int | None = None
-    """eagle3: attention heads; by default the target's."""
+    """eagle3, dflash: attention heads; by default the target's."""
     num_kv_heads: int | None = None
-    """eagle3: key/value heads; by default the target's."""
+    """eagle3, dflash: key/value heads; by default the target's."""
     norm_before_residual: bool = True
     """eagle3: the residual carries the normed state, which learns faster: the target's states are
     many times larger than what a fresh layer adds. Older versions of SGLang ignore the flag."""
@@ -190,7 +192,7 @@ class AlignConfig:
     target: str
     """Folder, hub name or zoo: name of the target."""
     method: Method = "draft_model"
-    """draft_model: a model of its own; eagle3, medusa: a head on the target's hidden states."""
+    """draft_model: a model of its own; others: a head on the target's hidden states."""
     draft: str | None = None
     """The draft or head to start from; None if `init` is given, or for a fresh head."""
     init: Path | None = None
@@ -228,6 +230,7 @@ class AlignConfig:
         """Refuse settings that would change nothing beside the others."""
         data, attached = self.data, self.attached
         of_attached = tuple(item.name for item in fields(AttachedConfig))
+        has_layers = self.method in ("eagle3", "dflash")
         for part, names, is_used, reason in (
             (
                 self.sampling,
@@ -235,8 +238,14 @@ class AlignConfig:
                 False,
                 "responses are single texts",
             ),
-            (attached, of_attached, self.is_attached, "it is for --method eagle3 and medusa"),
-            (attached, EAGLE3_ALONE, self.method == "eagle3", "it is for --method eagle3"),
+            (
+                attached,
+                of_attached,
+                self.is_attached,
+                "it is for --method eagle3, dflash and medusa",
+            ),
+            (attached, WITH_LAYERS, has_layers, "it is for --method eagle3 and dflash"),
+            (attached, ("norm_before_residual",), self.method == "eagle3", "it is for eagle3"),
             (data, ("held_out_share",), data.held_out is None, "--held-out names the prompts"),
         ):
             defaults = {item.name: item.default for item in fields(part)}
@@ -256,6 +265,12 @@ class AlignConfig:
             raise InvalidRequest(
                 f"--init does not go with --method {self.method}: a head's shape is set by flags "
                 "such as --intermediate-size"
+            )
+        k, most = self.evaluation.num_speculative_tokens, self.attached.num_passes
+        if self.method == "dflash" and k > most:
+            raise InvalidRequest(
+                f"num_speculative_tokens is {k}, but a block of num_passes={most} is trained, and "
+                "drafts no more: make one of them the other"
             )
         if not self.needs_teacher:
             raise InvalidRequest(

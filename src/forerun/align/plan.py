@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forerun.align.config import AlignConfig, Method, TrainingConfig
+from forerun.align.config import BLOCK_LAYERS, AlignConfig, Method, TrainingConfig
 from forerun.align.samples import PromptRecord
 from forerun.align.target import choose_faster_dtype
 from forerun.bounded_read import read_json
@@ -189,13 +189,14 @@ def read_draft_sizes(config: AlignConfig, sizes: TargetSizes) -> DraftSizes:
         return DraftSizes(
             num_parameters=heads, body=heads, output=attached.num_passes * width * vocab
         )
-    if config.method == "eagle3":
+    if config.method in ("eagle3", "dflash"):
         heads = attached.num_heads or arch.num_heads
         kv_heads = attached.num_kv_heads or (heads if attached.num_heads else arch.num_kv_heads)
-        attention = 2 * width * arch.head_dim * (heads + 2 * kv_heads)
+        layers, inputs = (BLOCK_LAYERS, 1) if config.method == "dflash" else (1, 2)
+        attention = inputs * width * arch.head_dim * (heads + 2 * kv_heads)
         attention += heads * arch.head_dim * width
         inner = attached.intermediate_size or sizes.intermediate_size
-        body = attention + 3 * width * inner + 3 * width**2
+        body = layers * (attention + 3 * width * inner) + 3 * width**2
         output = width * min(attached.draft_vocab_size or DRAFT_VOCABULARY, vocab)
         times = attached.num_passes
         return DraftSizes(num_parameters=body + output, body=body * times, output=output * times)
@@ -347,7 +348,7 @@ def _estimate_disk(
     if not config.needs_teacher or config.teacher.teacher == "model":
         cached = 0.0
     elif config.is_attached:
-        cached = num_tokens * state * (4 if config.method == "eagle3" else 1)
+        cached = num_tokens * state * (1 if config.method == "medusa" else 4)
     else:
         is_choice = config.sampling.greedy and config.teacher.teacher == "auto"
         cached = num_tokens * learned_share * (CHOICE_BYTES if is_choice else state)

@@ -256,7 +256,7 @@ def _describe_vllm(serving: Serving) -> EngineSettings:
     """Return vLLM's settings, in which speculation is one JSON option."""
     folder, options, notes = serving.draft, dict[str, Any](), tuple[str, ...]()
     page = {"draft_model": "draft_model/", "eagle3": "eagle/"}.get(serving.method, "")
-    if serving.method == "eagle3":
+    if serving.method in ("eagle3", "dflash"):
         notes = ("The head shares the target's embedding; its own file holds everything else.",)
     elif serving.method == "medusa":
         folder, notes = folder / SERVING_FOLDER / VLLM_FOLDER, (f"{VLLM_NOTE}.",)
@@ -327,7 +327,12 @@ ENGINES: Mapping[Export, Callable[[Serving], EngineSettings]] = MappingProxyType
     {"vllm": _describe_vllm, "sglang": _describe_sglang}
 )
 SUPPORTED: Mapping[Method, tuple[Export, ...]] = MappingProxyType(
-    {"draft_model": ("vllm", "sglang"), "eagle3": ("vllm", "sglang"), "medusa": ("vllm",)}
+    {
+        "draft_model": ("vllm", "sglang"),
+        "eagle3": ("vllm", "sglang"),
+        "dflash": ("vllm",),
+        "medusa": ("vllm",),
+    }
 )
 """Engines that draft with each method."""
 

@@ -25,6 +25,7 @@ from rich.console import Console
 import forerun
 from forerun.align.config import AlignConfig
 from forerun.align.methods.base import Method, MethodConfig
+from forerun.align.methods.dflash import DFlashMethod
 from forerun.align.methods.draft_model import DraftModelMethod
 from forerun.align.methods.eagle3 import Eagle3Method
 from forerun.align.methods.medusa import MedusaMethod
@@ -76,7 +77,12 @@ from forerun.theory.cost import CostTable
 logger = logging.getLogger("forerun.align")
 
 METHODS: Mapping[str, type[Method]] = MappingProxyType(
-    {"draft_model": DraftModelMethod, "eagle3": Eagle3Method, "medusa": MedusaMethod}
+    {
+        "draft_model": DraftModelMethod,
+        "eagle3": Eagle3Method,
+        "dflash": DFlashMethod,
+        "medusa": MedusaMethod,
+    }
 )
 CostsOf = Callable[[Path, float, str], CostTable | None]
 """Returns the cost table of a draft folder at a temperature, or None if it is not known. The last

@@ -304,7 +304,7 @@ def identity_of(
     elif config.init is not None:
         draft = hashlib.sha256(read_bytes(config.init)).hexdigest()
     settings = settings_of(config)
-    optimiser = {"optimiser": "muon"} if config.method == "eagle3" else {}
+    optimiser = {"optimiser": "muon"} if config.method in ("eagle3", "dflash") else {}
     return (
         optimiser
         | {

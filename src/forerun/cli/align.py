@@ -94,7 +94,7 @@ class TeacherFlags(TeacherConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachedFlags(AttachedConfig):
-    """Shape and training of a head on the target (methods eagle3 and medusa)."""
+    """Shape and training of a head on the target (methods eagle3, dflash and medusa)."""
 
     pass_decay: Suppress[float] = 0.8
     norm_before_residual: Suppress[bool] = True
@@ -401,7 +401,7 @@ def run(options: AlignOptions) -> int:
     profile = None if options.profile is None else load_profile(options.profile)
     preparation = Preparation(options)
     config = preparation.config
-    predicted = not options.no_prediction and config.method != "medusa"
+    predicted = not options.no_prediction and config.method not in ("dflash", "medusa")
     costs = None if not predicted else PairCosts(config, options.threads, profile)
     state = connect_processes(config.device)
     try:

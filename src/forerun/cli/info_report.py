@@ -260,6 +260,8 @@ MAX_CONTEXT = 64
 
 def examine_head(files: ModelFiles, target_files: ModelFiles) -> Facts:
     """Load a head for a target, and return its sizes and whether it fits."""
+    from forerun.drafters.dflash.load import read_dflash_for
+    from forerun.drafters.dflash.network import is_dflash
     from forerun.drafters.eagle3.head import is_eagle3, names_layers, origin_of_layers
     from forerun.drafters.eagle3.load import read_for
     from forerun.drafters.medusa import load_medusa
@@ -273,13 +275,17 @@ def examine_head(files: ModelFiles, target_files: ModelFiles) -> Facts:
         "problems": [],
         "warnings": [],
         "folder": str(folder),
-        "method": "eagle3" if is_eagle else "medusa",
+        "method": "eagle3" if is_eagle else "dflash" if is_dflash(settings) else "medusa",
         "sizes": {},
         "num_parameters": 0,
         "weights_hash": "not read",
     }
     try:
-        head: Any = read_for(folder, target) if is_eagle else load_medusa(folder, target).heads
+        head: Any
+        if is_dflash(settings):
+            head = read_dflash_for(folder, target)
+        else:
+            head = read_for(folder, target) if is_eagle else load_medusa(folder, target).heads
         facts["sizes"] = asdict(head.config)
         facts["num_parameters"] = sum(part.numel() for part in head.parameters())
         facts["weights_hash"] = weights_hash(folder.glob("*.safetensors"))

@@ -49,6 +49,11 @@ METHODS: list[DraftingMethod] = [
         load="forerun.drafters.eagle3.load:load_eagle3",
     ),
     DraftingMethod(
+        name="dflash",
+        matches="forerun.drafters.dflash.network:is_dflash",
+        load="forerun.drafters.dflash.load:load_dflash",
+    ),
+    DraftingMethod(
         name="medusa",
         matches=lambda config: "medusa_num_heads" in config or config.get("model_type") == "medusa",
         load="forerun.drafters.medusa:load_medusa",

@@ -1,17 +1,15 @@
 """Drafting with Medusa heads, which read the target's last hidden state.
 
 A step costs one product per head and one pass of the output matrix over as many rows, whatever the
-shape. Heads know nothing of each other's tokens, so their candidates are marginals: every node is
-deterministic, and the walk of the target over them leaves its distribution unchanged. What the
+shape. Heads know nothing of each other's tokens: their distributions are marginals. What the
 reference calls typical acceptance changes the distribution and is not done here.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,16 +17,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from forerun.control.base import Plan, Tree
-from forerun.drafters.base import Drafter, DraftRequest, StepOutcome, check_made_for
-from forerun.drafters.tree_growth import Candidates, build_tree
-from forerun.drafters.tree_growth import Path as TokenPath
+from forerun.drafters.base import DraftRequest, StepOutcome, check_made_for
+from forerun.drafters.marginals import MarginalDrafter
 from forerun.errors import InvalidModel
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.stored_tensors import check_tensors, read_tensors, write_files
-from forerun.sampling.kernels import on_host
-from forerun.sampling.proposal import Proposal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,84 +220,38 @@ def write_medusa_vllm(
     write_files(folder, settings, VLLM_WEIGHTS, tensors)
 
 
-logger = logging.getLogger("forerun.drafting")
-
-MAX_WIDTH = 8
-
-
-class MedusaDrafter(Drafter):
+class MedusaDrafter(MarginalDrafter):
     """Drafts chains and trees with Medusa heads."""
 
     method = "medusa"
-    max_width = MAX_WIDTH
 
     def __init__(self, heads: MedusaHeads, target: LanguageModel) -> None:
         self.heads = heads
         self.target = target
         self.required_features = (target.num_layers,)
+        self.max_tokens = heads.config.num_heads
         self._last: dict[str, Float[Tensor, " width"]] = {}
-        self._warned = False
 
-    @torch.inference_mode()
-    def propose(
-        self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
-    ) -> list[Proposal | None]:
-        """Draft as many levels as there are heads; requests without a state are decoded plainly."""
-        proposals: list[Proposal | None] = [None] * len(requests)
-        able = [
-            at
-            for at, (request, plan) in enumerate(zip(requests, plans, strict=True))
-            if request.request_id in self._last and plan.num_speculative_tokens
-        ]
-        if not able:
-            return proposals
-        shapes = [shape_of(plans[at], self.heads.config.num_heads) for at in able]
-        depth, width = max(s.depth for s in shapes), max(s.width for s in shapes)
-        hidden = torch.stack([self._last[requests[at].request_id] for at in able])
-        logits: Tensor = self.heads(self.target.final_norm(hidden), self.target.head, depth)
-        log_probs = logits.float().log_softmax(-1)
-        top = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)
-        lists = on_host(top.indices, top.values)
-        for place, (at, shape) in enumerate(zip(able, shapes, strict=True)):
-            tokens, values = ([level[place] for level in column] for column in lists)
-            proposals[at] = proposal_of([*zip(tokens, values, strict=True)], shape)
-        return proposals
+    def is_ready(self, request: DraftRequest) -> bool:
+        return request.request_id in self._last
+
+    def predict(
+        self, requests: Sequence[DraftRequest], num_positions: int
+    ) -> Float[Tensor, "positions requests vocab"]:
+        hidden = torch.stack([self._last[request.request_id] for request in requests])
+        logits: Tensor = self.heads(self.target.final_norm(hidden), self.target.head, num_positions)
+        return logits
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Store the target's hidden state at the last committed row of every request."""
         for outcome in outcomes:
             if outcome.features is None:
-                self.forget(outcome.request_id)
-                if not self._warned:
-                    logger.warning(
-                        "request %s decodes plainly: the target gave no hidden states, which "
-                        "Medusa heads read; later requests without them are not reported",
-                        outcome.request_id,
-                    )
-                self._warned = True
+                self.warn_of_missing(outcome)
             elif len(outcome.features):
                 self._last[outcome.request_id] = outcome.features[-1, 0].clone()
 
     def forget(self, request_id: str) -> None:
         self._last.pop(request_id, None)
-
-
-def shape_of(plan: Plan, num_heads: int) -> Tree:
-    """Return the shape to draft, no deeper than there are heads; a chain is the tree of width 1."""
-    shape = plan.shape
-    depth = min(shape.depth, num_heads)
-    if isinstance(shape, Tree):
-        return replace(shape, depth=depth, width=min(shape.width, MAX_WIDTH))
-    return Tree(num_nodes=min(shape.num_nodes, depth), depth=depth, width=1)
-
-
-def proposal_of(candidates: Sequence[Candidates], shape: Tree) -> Proposal:
-    """Return the most probable paths."""
-
-    def expand(path: TokenPath) -> Candidates | None:
-        return candidates[len(path)] if len(path) < len(candidates) else None
-
-    return build_tree(expand, shape).proposal("budget", is_assured=True)
 
 
 def load_medusa(folder: Path, target: LanguageModel) -> MedusaDrafter:

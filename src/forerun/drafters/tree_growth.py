@@ -90,8 +90,11 @@ def token_paths(tree: TokenTree, tokens: Sequence[int]) -> list[Path]:
     return paths
 
 
-def build_tree(expand: Expand, shape: Tree) -> BuiltTree:
-    """Return the tree of the most probable paths within a shape."""
+def build_tree(expand: Expand, shape: Tree, *, chain_first: bool = False) -> BuiltTree:
+    """Return the tree of the most probable paths within a shape.
+
+    With `chain_first` the path of the most likely token of every level comes before all others.
+    """
     most, depth, width = shape.num_nodes, shape.depth, shape.width
     parents: list[int] = []
     paths: list[Path] = []
@@ -106,11 +109,13 @@ def build_tree(expand: Expand, shape: Tree) -> BuiltTree:
             first = log_prob + candidates[1][0]
             if first > -math.inf:
                 num_pushed += 1
-                heappush(heap, (-first, num_pushed, node, log_prob, 0, candidates))
+                cost = -math.inf if chain_first else -first
+                heappush(heap, (cost, num_pushed, node, log_prob, 0, candidates))
         if not heap or len(parents) == most:
             return _depth_first(parents, paths, log_probs)
         _, _, parent, base, rank, candidates = heappop(heap)
         tokens, values = candidates
+        chain_first = chain_first and rank == 0
         node, log_prob = len(parents), base + values[rank]
         path = (*paths[parent], tokens[rank]) if parent >= 0 else (tokens[rank],)
         parents.append(parent)

@@ -172,6 +172,12 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.drafter = drafter
         check_controller(controller)
+        most = None if drafter is None else drafter.most_tokens
+        if drafter is not None and most is not None and most < self.config.num_speculative_tokens:
+            raise InvalidRequest(
+                f"K is {self.config.num_speculative_tokens}, but the drafter {drafter.method} was "
+                f"made for at most {most}: give num_speculative_tokens={most} (--k)"
+            )
         self.controller = controller or default_controller(
             self.config, drafter, costs or {}, target
         )

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.draft_sequence import fit_vocabulary
-from forerun.drafters.eagle3.head import Eagle3Head, is_eagle3, over_target_vocabulary
+from forerun.drafters.eagle3.head import Eagle3Head, is_eagle3
 from forerun.drafters.eagle3.load import read_eagle3_head
+from forerun.drafters.heads import over_target_vocabulary
 from forerun.engine.engine import Engine
 from forerun.engine.observing import EmittedRecords
 from forerun.engine.results import RequestOutput

@@ -439,12 +439,12 @@ HEAD_SETTINGS = ("draft_vocab_size", "eagle_config", "medusa_num_heads", "specul
 
 def _refuse_heads(folder: Path, settings: Mapping[str, Any], architecture: str) -> None:
     """Refuse a head on hidden states that is of no supported kind, before its weights are read."""
-    named = any(kind in architecture.lower() for kind in ("eagle", "medusa"))
+    named = any(kind in architecture.lower() for kind in ("eagle", "dflash", "medusa"))
     if named or any(settings.get(name) is not None for name in HEAD_SETTINGS):
         raise InvalidModel(
             f"{folder} is a head of the architecture {architecture:.60}, which is not supported; "
             "supported are EAGLE-3 heads of one Llama layer (LlamaForCausalLMEagle3, "
-            "Eagle3Speculator) and Medusa heads (MedusaModel)"
+            "Eagle3Speculator), DFlash networks (DFlashDraftModel) and Medusa heads (MedusaModel)"
         )
 
 

@@ -94,7 +94,7 @@ def test_settings_that_contradict_each_other_are_refused_when_they_are_read(
         ({"sampling": SamplingParams(n=3)}, "n is 3"),
         ({"sampling": SamplingParams(logprobs=5)}, "logprobs is 5"),
         ({"sampling": SamplingParams(prompt_logprobs=5)}, "prompt_logprobs is 5"),
-        ({"attached": AttachedConfig(num_passes=2)}, "num_passes is 2.*eagle3 and medusa"),
+        ({"attached": AttachedConfig(num_passes=2)}, "num_passes is 2.*eagle3, dflash and medusa"),
         (
             {"method": "medusa", "draft": None, "attached": AttachedConfig(num_heads=2)},
             "num_heads.*eagle3",

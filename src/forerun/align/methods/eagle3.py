@@ -31,6 +31,7 @@ from forerun.align.target import TargetModel, adopt_target, check_layers, embedd
 from forerun.align.teachers import StateRows
 from forerun.drafters.eagle3.head import Eagle3Config, Eagle3Head, default_feature_layers
 from forerun.drafters.eagle3.load import read_eagle3_head, write_eagle3_head
+from forerun.drafters.heads import HeadConfig
 from forerun.errors import IncompatibleDraft, InvalidRequest
 from forerun.models.architecture import Architecture
 from forerun.models.checkpoint import ModelFiles
@@ -62,9 +63,7 @@ class Eagle3Method(HeadMethod):
         self.model = UnrolledEagle3(head, target.embedding)
 
     def muon_matrices(self) -> Sequence[nn.Parameter]:
-        named = self.model.head.named_parameters()
-        outer = ("lm_head.", "embed_tokens.")
-        return [p for name, p in named if p.ndim > 1 and not name.startswith(outer)]
+        return find_inner_matrices(self.model.head)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the head in bf16, in the form that engines with native support for it read."""
@@ -76,6 +75,13 @@ class Eagle3Method(HeadMethod):
             target_architecture=self.target.architecture,
             num_speculative_tokens=self.config.num_speculative_tokens,
         )
+
+
+def find_inner_matrices(head: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices between a head's embedding and its output matrix."""
+    outer = ("lm_head.", "embed_tokens.")
+    named = head.named_parameters()
+    return [p for name, p in named if p.ndim > 1 and not name.startswith(outer)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,24 +121,10 @@ def choose_layers(attached: AttachedConfig, num_layers: int) -> tuple[int, ...]:
 def _create_head(
     attached: AttachedConfig, target: TargetParts, samples: Sequence[Sample], seed: int
 ) -> Eagle3Head:
-    sizes, settings = target.architecture, target.settings
-    tokens = drafted_tokens(samples, sizes.vocab_size, attached.draft_vocab_size)
-    num_heads = attached.num_heads or sizes.num_heads
-    own_heads = attached.num_heads is not None
+    tokens = drafted_tokens(samples, target.architecture.vocab_size, attached.draft_vocab_size)
     config = Eagle3Config(
-        target_hidden_size=sizes.hidden_size,
-        target_vocab_size=sizes.vocab_size,
-        feature_layers=choose_layers(attached, sizes.num_layers),
+        **choose_sizes(attached, target.architecture, target.settings),
         draft_vocab_size=len(tokens),
-        hidden_size=sizes.hidden_size,
-        intermediate_size=attached.intermediate_size
-        or settings.get("intermediate_size", 4 * sizes.hidden_size),
-        num_heads=num_heads,
-        num_kv_heads=attached.num_kv_heads or (num_heads if own_heads else sizes.num_kv_heads),
-        head_dim=sizes.head_dim,
-        norm_eps=settings.get("rms_norm_eps", 1e-6),
-        max_positions=sizes.max_positions,
-        rope=read_rope(settings),
         norm_before_residual=attached.norm_before_residual,
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -145,6 +137,28 @@ def _create_head(
     return head
 
 
+def choose_sizes(
+    attached: AttachedConfig, sizes: Architecture, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the sizes of a fresh head except that of its vocabulary."""
+    num_heads = attached.num_heads or sizes.num_heads
+    own_heads = attached.num_heads is not None
+    return {
+        "target_hidden_size": sizes.hidden_size,
+        "target_vocab_size": sizes.vocab_size,
+        "feature_layers": choose_layers(attached, sizes.num_layers),
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": attached.intermediate_size
+        or settings.get("intermediate_size", 4 * sizes.hidden_size),
+        "num_heads": num_heads,
+        "num_kv_heads": attached.num_kv_heads or (num_heads if own_heads else sizes.num_kv_heads),
+        "head_dim": sizes.head_dim,
+        "norm_eps": settings.get("rms_norm_eps", 1e-6),
+        "max_positions": sizes.max_positions,
+        "rope": read_rope(settings),
+    }
+
+
 def read_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the target's rotary settings; defaults if none of them cover whole heads."""
     rope = settings.get("rope_parameters") or {}
@@ -155,15 +169,20 @@ def read_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_known(folder: Path, sizes: Architecture) -> Eagle3Head:
     head = read_eagle3_head(folder, num_target_layers=sizes.num_layers)
-    found = head.config.target_hidden_size, head.config.target_vocab_size
+    check_known(folder, head.config, sizes)
+    return head
+
+
+def check_known(folder: Path, config: HeadConfig, sizes: Architecture) -> None:
+    """Refuse a head to begin with that was made for another target."""
+    found = config.target_hidden_size, config.target_vocab_size
     if found != (sizes.hidden_size, sizes.vocab_size):
         raise IncompatibleDraft(
             f"the head in {folder} is for a target {found[0]} wide with {found[1]} tokens; this "
             f"one is {sizes.hidden_size} wide with {sizes.vocab_size}: leave --draft out to make "
             "a head for it"
         )
-    check_layers(head.config.feature_layers, sizes.num_layers)
-    return head
+    check_layers(config.feature_layers, sizes.num_layers)
 
 
 def _replace_vocabulary(

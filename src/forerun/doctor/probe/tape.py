@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun.doctor.evidence import Evidence
 from forerun.doctor.readers.trace import METHODS
+from forerun.drafters.dflash.network import is_dflash
 from forerun.drafters.draft_sequence import fit_vocabulary
 from forerun.drafters.eagle3.head import Eagle3Head, is_eagle3
 from forerun.drafters.eagle3.load import read_for
@@ -277,11 +278,14 @@ class ReferenceHead:
         return drafted[first - 1 : -1].float()
 
 
-def reference_head(folder: Path, target: LanguageModel) -> ReferenceHead:
-    """Load the head in a folder in fp32 for evaluation without caches."""
-    if is_eagle3(read_object(folder / "config.json")):
+def reference_head(folder: Path, target: LanguageModel) -> ReferenceHead | None:
+    """Load the head in a folder in fp32 for evaluation without caches; None for a DFlash one."""
+    settings = read_object(folder / "config.json")
+    if is_eagle3(settings):
         head = read_for(folder, target)
         return ReferenceHead(head.to(target.device).requires_grad_(False), target)
+    if is_dflash(settings):
+        return None
     heads = read_medusa(folder, vocab_size=target.vocab_size)
     return ReferenceHead(heads.to(target.device).requires_grad_(False), target)
 

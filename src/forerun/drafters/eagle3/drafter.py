@@ -24,7 +24,8 @@ from forerun.control.base import Plan
 from forerun.drafters.base import ChainDraft, DraftRequest, StepOutcome
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.draft_sequence import PREFILL_CHUNK, DraftSequence
-from forerun.drafters.eagle3.head import Eagle3Head, over_target_vocabulary, rotary_sizes
+from forerun.drafters.eagle3.head import Eagle3Head
+from forerun.drafters.heads import HeadModule, over_target_vocabulary, rotary_sizes
 from forerun.drafters.tree_growth import token_paths
 from forerun.errors import RunnerUnavailable
 from forerun.models.architecture import Architecture
@@ -349,7 +350,7 @@ class NativeEagle3Model(NativeModel, AttachedModel):
         )
         self.vocab_size = config.target_vocab_size
         self.network = head
-        self._projection = _packed_projection(head, target)
+        self._projection = pack_matrix(head, head.fc.weight, target)
         self.target = target  # whose embedding the kernels read
         self._target_ids = head.target_ids
         num_slots = self.store.geometry.num_slots
@@ -409,19 +410,21 @@ def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
     return weights, num_parameters + head.fc.weight.numel()
 
 
-def _packed_projection(head: Eagle3Head, target: NativeModel) -> PackedWeights:
-    """Pack the matrix from features to states as the output matrix of a decoder without layers."""
-    num_outputs, num_inputs = head.fc.weight.shape
+def pack_matrix(
+    head: HeadModule, matrix: Float[Tensor, "outputs inputs"], target: NativeModel
+) -> PackedWeights:
+    """Pack a matrix of a head as the output matrix of a decoder without layers."""
+    num_outputs, num_inputs = matrix.shape
     no_layers = replace(
         rotary_sizes(head.config)[0], num_layers=0, hidden_size=num_inputs, vocab_size=num_outputs
     )
     weights = _empty_weights(head, no_layers, target)
-    weights.put_matrix(MatrixKind.HEAD, 0, head.fc.weight)
+    weights.put_matrix(MatrixKind.HEAD, 0, matrix)
     return weights
 
 
 def _empty_weights(
-    head: Eagle3Head,
+    head: HeadModule,
     architecture: Architecture,
     target: NativeModel,
     flags: Mapping[str, bool] = MappingProxyType({}),

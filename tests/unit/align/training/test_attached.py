@@ -8,10 +8,17 @@ from typing import Literal
 
 import pytest
 import torch
-from tests import training
+from tests import tiny, training
 
-from forerun.align.config import AlignConfig, AttachedConfig, DataConfig, TeacherConfig
+from forerun.align.config import (
+    AlignConfig,
+    AttachedConfig,
+    DataConfig,
+    EvaluationConfig,
+    TeacherConfig,
+)
 from forerun.align.methods.base import Method, PassLoss
+from forerun.align.methods.dflash import DFlashMethod
 from forerun.align.methods.eagle3 import Eagle3Method
 from forerun.align.objectives import OBJECTIVES
 from forerun.align.samples import Packing
@@ -19,9 +26,16 @@ from forerun.align.target import TeacherSource
 from forerun.align.teachers import make_teacher
 from forerun.align.trainer import Trainer
 from forerun.align.workspace import StepMetrics
+from forerun.drafters.dflash.load import read_dflash
+from forerun.drafters.dflash.network import DFlashNetwork
 from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.eagle3.load import read_eagle3_head
-from forerun.errors import IncompatibleDraft, InvalidModel, UnsupportedFeatures
+from forerun.errors import (
+    IncompatibleDraft,
+    InvalidModel,
+    InvalidRequest,
+    UnsupportedFeatures,
+)
 from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import content_hash
 
@@ -32,8 +46,8 @@ def config_of(folder: Path, method: str = "eagle3", **attached: object) -> Align
     target = folder / "target"
     if not target.exists():
         training.target_folder(target)
-    eagle3 = {"feature_layers": LAYERS, "draft_vocab_size": 24} if method == "eagle3" else {}
-    shape = {"num_passes": 3} | eagle3 | attached
+    layers = {"feature_layers": LAYERS, "draft_vocab_size": 24} if method != "medusa" else {}
+    shape = {"num_passes": 3} | layers | attached
     return AlignConfig(
         target=str(target),
         method=method,
@@ -42,12 +56,16 @@ def config_of(folder: Path, method: str = "eagle3", **attached: object) -> Align
         data=DataConfig(prompts=folder / "prompts.jsonl"),
         attached=AttachedConfig(**shape),
         training=training.config(num_steps=30),
+        evaluation=EvaluationConfig(num_speculative_tokens=3),
     )
 
 
-def head_of(draft: Method) -> Eagle3Head:
-    assert isinstance(draft, Eagle3Method)
+def head_of(draft: Method) -> Eagle3Head | DFlashNetwork:
+    assert isinstance(draft, Eagle3Method | DFlashMethod)
     return draft.model.head
+
+
+READ = {"eagle3": read_eagle3_head, "dflash": read_dflash}
 
 
 def trainer_of(
@@ -92,7 +110,7 @@ def losses(steps: list[StepMetrics]) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "medusa"])
 def test_a_head_learns(tmp_path, method, precision):
     config = config_of(tmp_path, method)
     draft = training.start_method(config, training.samples())
@@ -125,15 +143,16 @@ def test_an_interrupted_training_continues(tmp_path):
     assert [*done, *losses(curve(again, 6))] == pytest.approx(through, rel=1e-6)
 
 
-def test_a_saved_head_is_the_trained_one(tmp_path):
-    config = config_of(tmp_path)
+@pytest.mark.parametrize("method", [*READ])
+def test_a_saved_head_is_the_trained_one(tmp_path, method):
+    config = config_of(tmp_path, method)
     draft = training.start_method(config, training.samples())
     trainer = trainer_of(config, draft, tmp_path, "model")
     curve(trainer, 2)
     out = tmp_path / "head"
     draft.save(out, trainer.weights())
     draft.save(out, trainer.weights())  # again, over what is there
-    saved, trained = read_eagle3_head(out), head_of(draft)
+    saved, trained = READ[method](out), head_of(draft)
     assert saved.config == trained.config
     for name, value in trained.state_dict().items():
         expected = value.bfloat16().float() if value.is_floating_point() else value
@@ -180,7 +199,7 @@ def test_its_shape_can_be_chosen(tmp_path):
     assert (head.config.num_heads, head.config.num_kv_heads) == (3, 1)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "medusa"])
 def test_fresh_heads_are_alike(tmp_path, method):
     """Processes make theirs by themselves."""
     config = config_of(tmp_path, method)
@@ -191,15 +210,38 @@ def test_fresh_heads_are_alike(tmp_path, method):
         assert torch.equal(one, other)
 
 
-def test_a_head_of_another_target_is_refused(tmp_path):
-    config = config_of(tmp_path)
+@pytest.mark.parametrize("method", [*READ])
+def test_a_head_of_another_target_is_refused(tmp_path, method):
+    config = config_of(tmp_path, method)
     draft = training.start_method(config, training.samples())
     weights = {f"model.head.{name}": p for name, p in head_of(draft).named_parameters()}
     draft.save(tmp_path / "head", weights)
-    other = config_of(tmp_path / "other")
+    other = config_of(tmp_path / "other", method)
     training.target_folder(tmp_path / "other" / "target", hidden_size=48)
     with pytest.raises(IncompatibleDraft, match="for a target 32 wide with 300 tokens"):
         training.start_method(replace(other, draft=str(tmp_path / "head")), training.samples())
+
+
+def test_a_network_of_another_block_or_vocabulary_is_refused(tmp_path):
+    config = config_of(tmp_path, "dflash")
+    draft = training.start_method(config, training.samples())
+    weights = {f"model.head.{name}": p for name, p in head_of(draft).named_parameters()}
+    draft.save(tmp_path / "head", weights)
+    for changed in ({"num_passes": 4}, {"draft_vocab_size": 30}):
+        other = config_of(tmp_path, "dflash", **changed)
+        (name,) = changed
+        with pytest.raises(InvalidRequest, match=f"{name} is .*, but the network in .* has"):
+            training.start_method(replace(other, draft=str(tmp_path / "head")), [])
+
+
+def test_a_network_of_all_tokens_uses_the_output_matrix_of_the_target(tmp_path):
+    config = config_of(tmp_path, "dflash", draft_vocab_size=tiny.VOCAB_SIZE)
+    draft = training.start_method(config, training.samples())
+    trainer = trainer_of(config, draft, tmp_path, "model")
+    steps = curve(trainer, 20)
+    assert sum(losses(steps[-5:])) < 0.9 * sum(losses(steps[:5]))
+    draft.save(tmp_path / "head", trainer.weights())
+    assert not read_dflash(tmp_path / "head").config.own_output
 
 
 def test_a_target_too_shallow_for_the_default_layers_is_named(tmp_path):

@@ -1,0 +1,112 @@
+"""Reads, writes and loads DFlash networks; everything is checked, as in EAGLE-3 heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from forerun.drafters.base import check_made_for
+from forerun.drafters.dflash.drafter import DFlashDrafter
+from forerun.drafters.dflash.network import (
+    DFlashNetwork,
+    is_dflash,
+    make_settings,
+    read_dflash_config,
+)
+from forerun.drafters.eagle3.drafter import pack_matrix
+from forerun.drafters.heads import (
+    check_head_tensors,
+    check_layers_of,
+    fill_head,
+    read_head_tensors,
+    read_target_ids,
+    write_head_files,
+)
+from forerun.errors import InvalidModel
+from forerun.models.base import LanguageModel
+from forerun.models.checkpoint import read_object
+from forerun.models.runner.native import NativeModel
+from forerun.models.runner.packed import PackedWeights
+
+RENAMED = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
+"""Names that transformers has for tensors."""
+
+
+def read_dflash(folder: Path) -> DFlashNetwork:
+    """Read a DFlash network in speculators' or z-lab's form, with weights in fp32."""
+    settings = read_object(folder / "config.json")
+    if not is_dflash(settings):
+        raise InvalidModel(f"{folder / 'config.json'} does not describe a DFlash network")
+    tensors = read_head_tensors(folder, RENAMED)
+    config = read_dflash_config(settings, [*tensors])
+    where = str(folder)
+    check_head_tensors(config, lambda: DFlashNetwork(config), tensors, where)
+    network = DFlashNetwork(config, read_target_ids(config, tensors, where))
+    fill_head(network, tensors, where)
+    return network.eval().float()
+
+
+def write_dflash(
+    network: DFlashNetwork,
+    folder: Path,
+    *,
+    form: Literal["speculators", "int8"] = "speculators",
+    target: str,
+    target_architecture: str = "LlamaForCausalLM",
+) -> None:
+    """Write a network; "int8" is speculators' form with int8 matrices, which forerun reads."""
+    settings = make_settings(network.config, target=target, target_architecture=target_architecture)
+    tensors = network.state_dict()
+    if not network.config.own_output:  # all tokens are drafted, so there are no maps
+        tensors = {name: tensors[name] for name in tensors if name not in ("d2t", "t2d")}
+    write_head_files(folder, settings, tensors, as_int8=form == "int8")
+
+
+def read_dflash_for(folder: Path, target: LanguageModel) -> DFlashNetwork:
+    """Read a network in fp32 and check that its sizes and layers are those of a target."""
+    network = read_dflash(folder)
+    config, what = network.config, f"the DFlash network in {folder}"
+    sizes = (config.target_hidden_size, config.target_vocab_size)
+    check_made_for(f"{what} was", sizes, target)
+    check_layers_of(what, config, target.num_layers)
+    return network
+
+
+def load_dflash(folder: Path, target: LanguageModel) -> DFlashDrafter:
+    """Load the DFlash network in a folder for a loaded target."""
+    network = read_dflash_for(folder, target)
+    if not network.config.own_output:  # a target without a matrix is refused before any request
+        row = torch.zeros((1, target.hidden_size), dtype=target.dtype, device=target.device)
+        target.head(row)
+    network = network.requires_grad_(False)
+    if isinstance(target, NativeModel):
+        pack_matrices(network, target)
+    else:
+        network = network.to(device=target.device, dtype=target.dtype)
+    return DFlashDrafter(network, target)
+
+
+class PackedLinear(nn.Module):
+    """A matrix that the kernels of a target multiply with; the rows stay in fp32."""
+
+    def __init__(self, weights: PackedWeights, matrix: Tensor) -> None:
+        super().__init__()
+        self.packed, self.num_outputs = weights, len(matrix)
+        self.weight = matrix.new_empty(0)  # for its dtype and device
+
+    def forward(self, rows: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
+        found = self.packed.apply_head(rows.flatten(0, -2), self.num_outputs)
+        return found.view(*rows.shape[:-1], self.num_outputs)
+
+
+def pack_matrices(network: DFlashNetwork, target: NativeModel) -> None:
+    """Replace the matrices of a network by packed ones."""
+    for module in [*network.modules()]:
+        for name, part in [*module.named_children()]:
+            if isinstance(part, nn.Linear):
+                packed = pack_matrix(network, part.weight, target)
+                setattr(module, name, PackedLinear(packed, part.weight))
