@@ -365,7 +365,6 @@ LOAD = {
     "max_kv_tokens": 180,
     "prefill_chunk": 12,
     "max_step_rows": 36,
-    "max_prefill_rows": 20,
 }
 
 

@@ -160,7 +160,6 @@ class TabularModel(LanguageModel):
 
         Raises:
             UnsupportedFeatures: a layer of `batch.feature_layers` does not exist.
-            ValueError: a span is not causal, which a table cannot be.
         """
         check_layers(batch.feature_layers)
         tokens = batch.tokens.tolist()
@@ -170,8 +169,6 @@ class TabularModel(LanguageModel):
         for span in batch.spans:
             rows = tokens[first : first + span.num_rows]
             self.store.stage(span.slot, span.start, rows)
-            if not span.causal:
-                raise ValueError("a tabular model takes causal spans only")
             histories = list(self.histories(span, rows))
             states += map(self.state_of, histories)
             if batch.feature_layers:

@@ -65,12 +65,9 @@ class Erratic(Controller):
     depths=st.lists(st.integers(0, 9), min_size=1, max_size=7),
     max_batch=st.integers(1, 4),
     chunk=st.integers(1, 9),
-    prefill=st.one_of(st.none(), st.integers(1, 9)),
     seed=st.integers(0, 2**40),
 )
-def test_everybody_gets_every_token(
-    count, prompts, outputs, depths, max_batch, chunk, prefill, seed
-):
+def test_everybody_gets_every_token(count, prompts, outputs, depths, max_batch, chunk, seed):
     work = Workload(
         requests=count,
         arrivals=Poisson(rate_per_s=0.2),
@@ -78,8 +75,7 @@ def test_everybody_gets_every_token(
         output_tokens=outputs,
         phases=(Phase(share=1.0, acceptance=Constant(alpha=0.6)),),
         server=SimulatedServerConfig(
-            max_batch=max_batch, max_k=5, prefill_chunk=chunk, max_prefill_rows=prefill,
-            max_step_rows=max_batch * 6,
+            max_batch=max_batch, max_k=5, prefill_chunk=chunk, max_step_rows=max_batch * 6,
         ),
     )  # fmt: skip
     controller = Erratic(depths, work)

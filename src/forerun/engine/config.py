@@ -49,7 +49,6 @@ RANGES = (
     Range("max_context", 2, integer=True),
     Range("prefill_chunk", 1, integer=True),
     Range("max_step_rows", 1, 1 << 31, integer=True),
-    Range("max_prefill_rows", 1, integer=True, optional=True),
     Range("max_waiting", 0, integer=True),
     Range("max_kv_tokens", 1, integer=True, optional=True),
     Range("num_kept", 0, integer=True),
@@ -80,8 +79,6 @@ class EngineConfig:
             memory grows with max_batch x max_context.
         prefill_chunk: most prompt tokens of one sequence fed in one pass.
         max_step_rows: most rows of one target pass over all sequences.
-        max_prefill_rows: most prompt tokens in one pass over all sequences, so that long prompts
-            do not delay sequences that decode (None: what max_step_rows leaves).
         max_waiting: most sequences that may wait for a place; further ones are refused.
         max_kv_tokens: most rows that running sequences may have in the KV together. Beyond, the
             youngest of the lowest priority waits and is read again later (None: no limit but
@@ -112,7 +109,6 @@ class EngineConfig:
     max_context: int = 4096
     prefill_chunk: int = 256
     max_step_rows: int = 1024
-    max_prefill_rows: int | None = None
     max_waiting: int = 1024
     max_kv_tokens: int | None = None
     sharing: Sharing = "tenant"

@@ -413,8 +413,6 @@ class Scheduler:
             if entry.decodes:
                 entry.num_chain = 1
                 budget -= entry.num_logit_rows
-        if self.config.max_prefill_rows is not None:
-            budget = min(budget, self.config.max_prefill_rows)
         for entry in scheduled:
             if not entry.decodes:
                 entry.num_chain = max(0, min(entry.num_pending, self.config.prefill_chunk, budget))

@@ -36,7 +36,7 @@ class Piece:
     """Rows of one sequence whose attention is computed together.
 
     They are the last of the slot's first `num_keys` keys; `tree` is the shape of the last rows if
-    they are no chain. Without `causal` all rows see each other.
+    they are no chain.
     """
 
     first: int
@@ -44,7 +44,6 @@ class Piece:
     slot: int
     num_keys: int
     tree: TokenTree | None = None
-    causal: bool = True
 
     def num_seen(self, window: int | None) -> int:
         if window is None:
@@ -54,10 +53,6 @@ class Piece:
 
 def pieces_of(span: Span, first: int) -> Iterator[Piece]:
     """Cut a span into blocks of BLOCK_ROWS chain rows; a tree joins the last block of its chain."""
-    if not span.causal:
-        num_rows, num_keys = span.num_rows, span.start + span.num_rows
-        yield Piece(first=first, num_rows=num_rows, slot=span.slot, num_keys=num_keys, causal=False)
-        return
     tree = None if span.tree.is_chain else span.tree
     num_chain = span.num_rows if tree is None else span.num_chain
     for start in range(0, num_chain, BLOCK_ROWS):
@@ -87,18 +82,16 @@ class Biases:
         self.like = like
         self.widest: dict[int, int] = {}
         for piece in pieces:
-            if piece.tree is None and piece.causal:
+            if piece.tree is None:
                 widest = max(piece.num_seen(window), self.widest.get(piece.num_rows, 0))
                 self.widest[piece.num_rows] = widest
         self.chains: dict[int, Tensor] = {}
 
     def of(self, piece: Piece) -> Float[Tensor, "folded keys"] | None:
         """Return the mask over the last `num_seen` keys of a block, or None if it hides no key."""
-        if piece.num_rows == 1 or (not piece.causal and self.window is None):
+        if piece.num_rows == 1:
             return None
         num_seen = piece.num_seen(self.window)
-        if not piece.causal:
-            return self._mask(piece.num_rows, num_seen, causal=False)
         if piece.tree is not None:
             return self._mask(piece.num_rows, num_seen, piece.tree)
         if piece.num_rows not in self.chains:
@@ -107,14 +100,13 @@ class Biases:
         return widest[:, widest.shape[1] - num_seen :]
 
     def _mask(
-        self, num_rows: int, num_keys: int, tree: TokenTree | None = None, *, causal: bool = True
+        self, num_rows: int, num_keys: int, tree: TokenTree | None = None
     ) -> Float[Tensor, "folded keys"]:
         """Build a mask: 0 at visible keys, -inf elsewhere; the last keys are the block's own."""
         device = self.like.device
         bias = self.like.new_zeros((self.num_groups, num_rows, num_keys))
-        if causal:
-            hidden = hide_rows(num_rows, tree).to(device)
-            bias[:, :, num_keys - num_rows :].masked_fill_(hidden, -torch.inf)
+        hidden = hide_rows(num_rows, tree).to(device)
+        bias[:, :, num_keys - num_rows :].masked_fill_(hidden, -torch.inf)
         if self.window is not None:
             rows = list_positions(num_rows, tree or NO_TREE)
             keys = torch.cat([torch.arange(num_rows - num_keys, 0), rows])

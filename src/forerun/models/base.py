@@ -32,19 +32,12 @@ class Span:
     Attributes:
         start: index of the first row; normally the committed length, more when earlier rows of the
             same step are staged but not yet committed (a drafter feeding one token at a time).
-        causal: False lets the chain rows of this span see each other in both directions, as block
-            drafters need; such a span has no tree.
     """
 
     slot: int
     start: int
     num_chain: int
     tree: TokenTree = NO_TREE
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.causal and self.tree.parents:
-            raise ValueError("a span with causal=False cannot have a tree")
 
     @property
     def num_rows(self) -> int:

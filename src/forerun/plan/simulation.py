@@ -375,8 +375,6 @@ class Server:
     def _read_prompts(self, num_rows: int, cycle: SimulatedCycle) -> list[SimulatedRequest]:
         """Read prompts within the free rows of the pass; return requests with complete prompts."""
         budget = self.config.max_step_rows - num_rows
-        if self.config.max_prefill_rows is not None:
-            budget = min(budget, self.config.max_prefill_rows)
         complete = []
         for request in self.running:
             if request.num_unread and budget:

@@ -97,7 +97,6 @@ class SimulatedServerConfig(Settings, frozen=True):
         max_context: prompt plus output tokens of a sequence.
         prefill_chunk: most prompt tokens of one sequence in one pass.
         max_step_rows: most rows of one pass.
-        max_prefill_rows: most prompt tokens in one pass (None: what max_step_rows leaves).
         max_k: most tokens of a drafted chain, and most levels of a tree.
     """
 
@@ -105,7 +104,6 @@ class SimulatedServerConfig(Settings, frozen=True):
     max_context: Annotated[int, Meta(ge=2)] = 4096
     prefill_chunk: Length = 256
     max_step_rows: int = 1024
-    max_prefill_rows: Length | None = None
     max_k: Annotated[int, Meta(ge=0, le=64)] = 8
     max_tree_nodes: Annotated[int, Meta(ge=0, le=64)] = 16
 

@@ -20,7 +20,6 @@ from forerun.errors import InvalidRequest
         ("max_step_rows", 0),
         ("max_context", 1),
         ("max_context", 4096.0),
-        ("max_prefill_rows", 0),
         ("max_waiting", -1),
         ("max_kv_tokens", 100),  # less than one sequence may need
         ("num_kept", -1),

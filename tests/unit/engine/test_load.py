@@ -99,7 +99,6 @@ def test_generate_checks_every_prompt_before_it_begins(target):
     [
         {"max_waiting": -1},
         {"num_kept": -1},
-        {"max_prefill_rows": 0},
         {"sharing": "some"},
         {"max_kv_tokens": 4096},
     ],

@@ -147,8 +147,3 @@ def test_no_pass_exceeds_its_rows_and_some_sequence_advances(
         assert 0 <= entry.num_chain <= min(pending, prefill_chunk)
         assert entry.num_chain == 1 or pending > 1
         assert entry.completes == (entry.num_chain == pending)
-
-
-def test_prompts_together_have_a_budget_of_their_own():
-    scheduler = running(config(prefill_chunk=8, max_prefill_rows=10), [40, 1, 30, 5])
-    assert rows(scheduler, [0, 3, 0, 0]) == [(8, False), (1, True), (2, False), (0, False)]

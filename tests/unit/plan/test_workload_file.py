@@ -28,7 +28,7 @@ arrivals = {kind = "poisson", rate_per_s = 2}
 prompt_tokens = 64
 output_tokens = {kind = "lognormal", median = 100, sigma = 0.5, most = 400}
 temperature = 1
-server = {max_batch = 16, max_k = 5, max_prefill_rows = 128}
+server = {max_batch = 16, max_k = 5}
 slo = {ttft_s = 0.5, tpot_s = 0.03}
 
 [[phases]]
@@ -50,7 +50,7 @@ EXPECTED = Workload(
         Phase(share=0.75, acceptance=Constant(alpha=0.7)),
     ),
     temperature=1,
-    server=SimulatedServerConfig(max_batch=16, max_k=5, max_prefill_rows=128),
+    server=SimulatedServerConfig(max_batch=16, max_k=5),
     slo=Slo(ttft_s=0.5, tpot_s=0.03),
 )
 SMALL = {

@@ -1,8 +1,9 @@
 """Rules by which the tokenizers of GGUF files split a text before byte-level BPE, by their names.
 
-Every name that llama.cpp knows is here. A rule is a list of patterns: each splits what the one
-before left, into its matches and what lies between them. Where llama.cpp approximates the pattern
-that a tokenizer was trained with (letters of both cases outside of ASCII), the original is used.
+Every rule that a supported architecture may have is here, under all of its names in llama.cpp. A
+rule is a list of patterns: each splits what the one before left, into its matches and what lies
+between them. Where llama.cpp approximates the pattern that a tokenizer was trained with (letters
+of both cases outside of ASCII), the original is used.
 """
 
 from __future__ import annotations
@@ -20,14 +21,11 @@ class SplitRule:
         patterns: in the order in which they are applied.
         whole_first: a piece that is a token is not merged from parts.
         adds_bos: a text begins with the token for it, unless the file says otherwise.
-        has_bytes: characters are written in the alphabet of bytes; otherwise as they are, with a
-            mark for spaces.
     """
 
     patterns: tuple[str, ...]
     whole_first: bool = False
     adds_bos: bool = False
-    has_bytes: bool = True
 
 
 def _list_class(ranges: str) -> str:
@@ -41,28 +39,27 @@ ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 END_OF_SPACES = r"|\s+(?!\S)|\s+"
 
 
-def _match_words(number: str, *, letters: str = r"\p{L}", ending: str = f"{ENDINGS}|") -> str:
+def _match_words(number: str, *, ending: str = f"{ENDINGS}|") -> str:
     """Words with a character before them, numbers, other characters, and ends of lines."""
     return (
-        rf"{ending}[^\r\n\p{{L}}\p{{N}}]?{letters}+|{number}"
-        rf"| ?[^\s{letters.strip('[]')}\p{{N}}]+[\r\n]*|\s*[\r\n]+{END_OF_SPACES}"
+        rf"{ending}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{number}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+{END_OF_SPACES}"
     )
 
 
-def _match_cased_words(number: str, *, ending: str = "", slash: str = "/", other: str = "") -> str:
-    """Words that end where lower case becomes upper case; `other` is left out of them."""
-    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{other}]"
-    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{other}]"
+def _match_cased_words(number: str, *, ending: str = "") -> str:
+    """Words that end where lower case becomes upper case."""
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     return (
         rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ending}"
         rf"|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ending}"
-        rf"|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*|\s*[\r\n]+{END_OF_SPACES}"
+        rf"|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+{END_OF_SPACES}"
     )
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+" + END_OF_SPACES
 DIGIT, THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
-THREE_FROM_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 LETTERS_OF_DEEPSEEK = _list_class(
     "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376-377 37b-37d 37f "
     "386 388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd "
@@ -75,20 +72,17 @@ LETTERS_OF_DEEPSEEK = _list_class(
     "104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943"
 )
 HAN_OF_DEEPSEEK = _list_class("800-9fa5 ac00-d7ff") + "+"
-PUNCTUATED = (
+DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
-    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+" + END_OF_SPACES
 )
-DEEPSEEK3 = f"{PUNCTUATED}[\\r\\n]*|\\s*[\\r\\n]+{END_OF_SPACES}"
-HAN_AND_KANA = _list_class("4e00-9fa5 3040-30ff") + "+"
-LINES = r"[^\n]+|[\n]+"
 SENTENCE_MARKS = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{ff0c}\x{3001}\x{964}\x{6d4}\x{60c})]+"
 
 LLAMA3 = (_match_words(THREE_DIGITS),)
 QWEN2 = (_match_words(DIGIT),)
 DIGITS_THEN_GPT2 = (DIGIT, GPT2)
 GPT4O = (_match_cased_words(THREE_DIGITS, ending=f"{ENDINGS}?"),)
-DEEPSEEK_V3 = (THREE_DIGITS, HAN_AND_KANA, DEEPSEEK3)
+DEEPSEEK_V3 = (THREE_DIGITS, _list_class("4e00-9fa5 3040-30ff") + "+", DEEPSEEK3)
 
 _RULES: Mapping[str, SplitRule] = {
     # Names with the same rule are in one line.
@@ -109,61 +103,15 @@ _RULES: Mapping[str, SplitRule] = {
     "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan grok-2 solar-open": SplitRule(
         patterns=QWEN2
     ),
-    "qwen35": SplitRule(patterns=(_match_words(DIGIT, letters=r"[\p{L}\p{M}]"),)),
     "ufakzeka": SplitRule(patterns=(_match_words(DIGIT, ending=""),)),
-    "laguna": SplitRule(patterns=(LINES, *QWEN2)),
-    "jais-2": SplitRule(
-        patterns=(
-            _match_words(THREE_DIGITS).removesuffix(END_OF_SPACES)
-            + "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4))
-            + r"|\s{1,2}(?!\S)|\s{1}",
-        )
-    ),
     "seed-coder": SplitRule(
         patterns=(
             rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
             rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+{END_OF_SPACES}",
         )
     ),
-    "bailingmoe bailingmoe2 llada-moe": SplitRule(
-        patterns=(
-            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-            rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]{END_OF_SPACES}",
-        )
-    ),
-    "exaone-moe": SplitRule(
-        patterns=(
-            rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-            rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]{END_OF_SPACES}",
-        )
-    ),
     "tekken": SplitRule(patterns=(_match_cased_words(DIGIT),), whole_first=True, adds_bos=True),
     "gpt-4o llama4 kanana2 talkie minimax-m2": SplitRule(patterns=GPT4O),
-    "granite-embed-multi-97m": SplitRule(patterns=GPT4O, whole_first=True),
-    "tiny_aya cohere2moe": SplitRule(patterns=(THREE_FROM_RIGHT, *GPT4O)),
-    "youtu": SplitRule(
-        patterns=(
-            "|".join(
-                f"{_list_class(ranges)}+"
-                for ranges in (
-                    "ac00-d7a3 3131-318e",
-                    "ff01 2026 201c 201d 2018 2019 2014 ff1a ff1b ff0c 3001-303f fe30-fe4f",
-                    "3105-312f",
-                    "4e00-9fa5 3040-30ff",
-                )
-            ),
-            _match_cased_words(DIGIT, ending=f"{ENDINGS}?"),
-        ),
-        whole_first=True,
-    ),
-    "kimi-k2": SplitRule(
-        patterns=(
-            r"\p{Han}+|"
-            + _match_cased_words(
-                THREE_DIGITS, ending=f"{ENDINGS}?", slash="", other=r"&&[^\p{Han}]"
-            ),
-        )
-    ),
     "deepseek-llm": SplitRule(
         patterns=(
             "[\r\n]",
@@ -178,43 +126,8 @@ _RULES: Mapping[str, SplitRule] = {
         patterns=("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN_OF_DEEPSEEK, DIGIT)
     ),
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": SplitRule(patterns=DEEPSEEK_V3),
-    "spark2_5": SplitRule(
-        patterns=(
-            THREE_DIGITS,
-            HAN_AND_KANA,
-            f"{PUNCTUATED}|[\\r\\n]{END_OF_SPACES}",
-            DIGIT,
-        )
-    ),
-    "afmoe": SplitRule(
-        patterns=(
-            THREE_FROM_RIGHT,
-            _list_class(
-                "4e00-9fff 3400-4dbf 8c48-faff 3040-30ff ff65-ff9f 2f00-2fdf e40-eff 1780-17ff "
-                "1000-109f aa60-aa7f a9e0-a9ff 1100-11ff"
-            )
-            + "+",
-            DEEPSEEK3,
-        )
-    ),
-    "falcon": SplitRule(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
-    "poro-chat bloom gpt3-finnish": SplitRule(patterns=(SENTENCE_MARKS,)),
     "viking": SplitRule(patterns=(SENTENCE_MARKS, DIGIT)),
     "superbpe": SplitRule(patterns=(r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    "chameleon": SplitRule(
-        patterns=(
-            "<sentinel:[0-9]+>",
-            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-            r"([\t\n]|    |  )",
-            DIGIT,
-            r"[\p{P}!-/:-@\[-`{-~]",
-            GPT2,
-        ),
-        adds_bos=True,
-    ),
-    "gemma4 granite-embed-multi-311m": SplitRule(patterns=(LINES,), adds_bos=True, has_bytes=False),
-    "sarvam-moe": SplitRule(patterns=(LINES,), has_bytes=False),
-    "whitespace": SplitRule(patterns=(r"\S+",), has_bytes=False),
 }
 
 SPLIT_RULES: Mapping[str, SplitRule] = MappingProxyType(

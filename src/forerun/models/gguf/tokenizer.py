@@ -101,18 +101,13 @@ def _build_byte_level(file: GGUFFile, vocabulary: Mapping[str, int]) -> Backend:
         vocab=dict(vocabulary),
         merges=_read_merges(file),
         ignore_merges=rule.whole_first,
-        byte_fallback=not rule.has_bytes,
     )
     backend = Backend(model)
     splits: list[Any] = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns
     ]
-    if rule.has_bytes:
-        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        backend.decoder = decoders.ByteLevel()
-    else:
-        backend.normalizer = normalizers.Replace(" ", SPACE)
-        backend.decoder = _decode_spaces(0)
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.decoder = decoders.ByteLevel()
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     return backend
 

@@ -199,7 +199,7 @@ class NativeModel(KernelModel):
         spans, parents = array("i"), array("i")
         for span in batch.spans:
             nodes = span.tree.parents
-            spans.extend((span.slot, span.start, span.num_chain, len(nodes), span.causal))
+            spans.extend((span.slot, span.start, span.num_chain, len(nodes)))
             parents.extend(nodes)
         tokens, wanted = batch.tokens.contiguous(), batch.logit_rows.contiguous()
         num_rows = tokens.shape[0]

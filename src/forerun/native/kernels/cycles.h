@@ -89,7 +89,7 @@ class Cycles {
         begin_pass();
         for (int i : drafting_) {
             const ForerunMember& m = members_[i];
-            spans_.push_back({int32_t(m.draft_slot), int32_t(m.num_draft_rows), int32_t(unread_[i].size()), 0, 1});
+            spans_.push_back({int32_t(m.draft_slot), int32_t(m.num_draft_rows), int32_t(unread_[i].size()), 0});
             tokens_.insert(tokens_.end(), unread_[i].begin(), unread_[i].end());
             wanted_.push_back(int64_t(tokens_.size()) - 1);
         }
@@ -144,7 +144,7 @@ class Cycles {
         parents_.clear();
         for (int i = 0; i < asked_.num_members; ++i) {
             const ForerunMember& m = members_[i];
-            spans_.push_back({int32_t(m.slot), int32_t(m.num_committed - 1), 1, int32_t(m.num_drafted), 1});
+            spans_.push_back({int32_t(m.slot), int32_t(m.num_committed - 1), 1, int32_t(m.num_drafted)});
             tokens_.push_back(unread_[i].back());
             tokens_.insert(tokens_.end(), drafted + int64_t(i) * asked_.depth,
                            drafted + int64_t(i) * asked_.depth + m.num_drafted);

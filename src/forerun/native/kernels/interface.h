@@ -61,7 +61,6 @@ enum ForerunMatrix { kQkv, kOutput, kGateUp, kDown, kHead, kEmbedding, kRouter }
 
 struct ForerunSpan {
     int32_t slot, start, num_chain, num_tree;
-    int32_t causal;  // 0: the chain rows see each other in both directions
 };
 
 // One packed pass, see models/base.py; everything is read only.

@@ -196,7 +196,7 @@ class Decoder final : public AnyDecoder {
                 tree.build(level);
                 if (tree.frontier().empty()) continue;
                 const int64_t last = rows.wanted[i];
-                spans.push_back({rows.spans[i].slot, rows.spans[i].start + rows.spans[i].num_chain - 1, 1, 0, 1});
+                spans.push_back({rows.spans[i].slot, rows.spans[i].start + rows.spans[i].num_chain - 1, 1, 0});
                 tokens.push_back(rows.tokens[last]);
                 const auto add_state = [&](const float* state) { states.insert(states.end(), state, state + width); };
                 if (pass.fed_back) add_state(rows.states + last * width);
@@ -242,7 +242,6 @@ class Decoder final : public AnyDecoder {
         for (int i = 0; i < rows.num_spans; ++i) {
             spans[i].start += spans[i].num_chain;
             spans[i].num_chain = 1;
-            spans[i].causal = 1;
             wanted[i] = i;
         }
         ForerunPass next{};

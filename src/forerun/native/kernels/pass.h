@@ -169,7 +169,7 @@ class Pass {
                 const int node = offset - span.num_chain;
                 Seen seen;
                 const int own = span.start + offset + 1;
-                seen.end = node < 0 && span.causal ? own : root;
+                seen.end = node < 0 ? own : root;
                 seen.num_others = node < 0 ? 0 : push_path(parents, node, root);
                 s_.slots[row + offset] = span.slot;
                 s_.indices[row + offset] = span.start + offset;

@@ -315,8 +315,6 @@ def test_disagreement_is_of_the_worst_row_and_knows_nan():
     assert disagreement(expected[1:2], expected[:1]) == torch.inf
 
 
-def test_rows_of_a_block_see_all_of_it_in_a_rectangle():
+def test_rows_of_a_chain_see_those_before_in_a_rectangle():
     """A wrong table would be hidden by the comparison with the unrecorded pass."""
-    block = Span(slot=0, start=5, num_chain=3, causal=False)
-    assert pack_visible(block) == [0b111, 0b111, 0b111]
     assert pack_visible(Span(slot=0, start=5, num_chain=3)) == [0b1, 0b11, 0b111]

@@ -197,9 +197,7 @@ def table_of(spans: Sequence[Span], bucket: PassShape) -> list[int]:
 
 def pack_visible(span: Span) -> list[int]:
     """Return, per row of a span, a 64-bit integer whose bit j is set if the row sees row j."""
-    chain = [
-        (1 << (row + 1 if span.causal else span.num_chain)) - 1 for row in range(span.num_chain)
-    ]
+    chain = [(1 << (row + 1)) - 1 for row in range(span.num_chain)]
     bits = list(chain)
     for node, parent in enumerate(span.tree.parents):
         above = chain[-1] if parent < 0 else bits[span.num_chain + parent]
