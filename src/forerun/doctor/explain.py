@@ -111,7 +111,7 @@ def measure_steps(items: Iterable[Item], request_id: str | None = None) -> Trace
     return totals
 
 
-def mean_passes(totals: TraceTotals) -> dict[int, float]:
+def average_passes(totals: TraceTotals) -> dict[int, float]:
     """Return the mean time of the target's passes by their rows, where there are several."""
     passes: defaultdict[int, Seconds] = defaultdict(Seconds)
     for (size, rows, _), times in totals.far.items():
@@ -126,7 +126,7 @@ def mean_passes(totals: TraceTotals) -> dict[int, float]:
 def fit_costs(totals: TraceTotals) -> StepCosts | None:
     """Return the costs of steps; None without plain steps, or where most drafts are trees."""
     counts, drafting = totals.acceptance, totals.cycles.by_size("drafting")
-    passes = mean_passes(totals)
+    passes = average_passes(totals)
     depth = sum(depth * n for (depth, _), n in counts.steps.items())
     if not drafting or len(passes) < 2 or counts.num_drafted > MOST_NODES * depth:
         return None
