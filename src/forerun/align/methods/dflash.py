@@ -224,6 +224,5 @@ def _attend(
     shares = scores.softmax(-1, dtype=dtype).to(queries.dtype)
     from_context = shares[..., :width].reshape(kv_heads, -1, width) @ context[1].transpose(0, 1)
     from_block = shares[..., width:] @ own[1].permute(2, 0, 1, 3)
-    attended = from_context.view_as(from_block) + from_block
-    attended = attended.view(kv_heads, num_blocks, size, -1, dim)
+    attended = (from_context.view_as(from_block) + from_block).view(grouped.shape)
     return attended.permute(1, 2, 0, 3, 4).reshape(queries.shape)

@@ -137,8 +137,7 @@ class ReportedLogprobs:
 def _compute_listed_probs(logs: ndarray, kind: Kind) -> tuple[Rows, ndarray]:
     """Return the distribution over listed tokens and the rest, and where the list is long enough.
 
-    It is long enough where the parameters exclude its least likely token. Temperature comes before
-    min-p.
+    It is where the parameters exclude its least likely token. Temperature comes before min-p.
     """
     rest = np.maximum(1.0 - np.exp(logs).sum(-1), 0.0)[:, None]
     scaled, is_known = logs, np.ones(len(logs), dtype=bool)
