@@ -229,7 +229,7 @@ class AlignConfig:
     def _check_effect(self) -> None:
         """Refuse settings that would change nothing beside the others."""
         data, attached = self.data, self.attached
-        of_attached = tuple(item.name for item in fields(AttachedConfig))
+        settings = tuple(item.name for item in fields(AttachedConfig))
         is_eagle3 = self.method == "eagle3"
         has_layers = is_eagle3 or self.method == "dflash"
         for part, names, is_used, reason in (
@@ -239,8 +239,8 @@ class AlignConfig:
                 False,
                 "responses are single texts",
             ),
-            (attached, of_attached, self.is_attached, "it is for --method eagle3, dflash, medusa"),
-            (attached, LAYER_SETTINGS, has_layers, "it is for --method eagle3, dflash"),
+            (attached, settings, self.is_attached, "it is for --method eagle3, dflash and medusa"),
+            (attached, LAYER_SETTINGS, has_layers, "it is for --method eagle3 and dflash"),
             (attached, ("norm_before_residual",), is_eagle3, "it is for --method eagle3"),
             (data, ("held_out_share",), data.held_out is None, "--held-out names the prompts"),
         ):
