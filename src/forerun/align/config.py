@@ -24,14 +24,14 @@ LEFT_OUT = ("out", "engine", "export")
 """Settings that do not change the trained draft, only where and how fast it is made."""
 FREE_TRAINING_SETTINGS = ("rows_per_pass", "checkpoint_every_s")
 """Training settings that may differ when a run is resumed, because they change no step."""
-WITH_LAYERS = (
+LAYER_SETTINGS = (
     "draft_vocab_size",
     "feature_layers",
     "intermediate_size",
     "num_heads",
     "num_kv_heads",
 )
-"""Settings of `AttachedConfig` of heads with decoder layers, which Medusa heads do not have."""
+"""Settings of `AttachedConfig` for heads with decoder layers; Medusa heads have none."""
 
 TRAINING_RANGES = (
     Range("num_steps", 1, integer=True),
@@ -192,7 +192,7 @@ class AlignConfig:
     target: str
     """Folder, hub name or zoo: name of the target."""
     method: Method = "draft_model"
-    """draft_model: a model of its own; others: a head on the target's hidden states."""
+    """draft_model: a model of its own; eagle3, dflash, medusa: a head on the target's states."""
     draft: str | None = None
     """The draft or head to start from; None if `init` is given, or for a fresh head."""
     init: Path | None = None
@@ -229,8 +229,9 @@ class AlignConfig:
     def _check_effect(self) -> None:
         """Refuse settings that would change nothing beside the others."""
         data, attached = self.data, self.attached
-        of_attached = tuple(item.name for item in fields(AttachedConfig))
-        has_layers = self.method in ("eagle3", "dflash")
+        settings = tuple(item.name for item in fields(AttachedConfig))
+        is_eagle3 = self.method == "eagle3"
+        has_layers = is_eagle3 or self.method == "dflash"
         for part, names, is_used, reason in (
             (
                 self.sampling,
@@ -238,14 +239,9 @@ class AlignConfig:
                 False,
                 "responses are single texts",
             ),
-            (
-                attached,
-                of_attached,
-                self.is_attached,
-                "it is for --method eagle3, dflash and medusa",
-            ),
-            (attached, WITH_LAYERS, has_layers, "it is for --method eagle3 and dflash"),
-            (attached, ("norm_before_residual",), self.method == "eagle3", "it is for eagle3"),
+            (attached, settings, self.is_attached, "it is for --method eagle3, dflash and medusa"),
+            (attached, LAYER_SETTINGS, has_layers, "it is for --method eagle3 and dflash"),
+            (attached, ("norm_before_residual",), is_eagle3, "it is for --method eagle3"),
             (data, ("held_out_share",), data.held_out is None, "--held-out names the prompts"),
         ):
             defaults = {item.name: item.default for item in fields(part)}
@@ -269,8 +265,8 @@ class AlignConfig:
         k, most = self.evaluation.num_speculative_tokens, self.attached.num_passes
         if self.method == "dflash" and k > most:
             raise InvalidRequest(
-                f"num_speculative_tokens is {k}, but a block of num_passes={most} is trained, and "
-                "drafts no more: make one of them the other"
+                f"num_speculative_tokens is {k}, but a network trained with num_passes={most} "
+                f"drafts at most {most} tokens: give --k {most} or --num-passes {k}"
             )
         if not self.needs_teacher:
             raise InvalidRequest(

@@ -70,14 +70,14 @@ class StepCosts:
         rows: rows of all requests together of the passes that were measured, without prompts.
         line: times of passes by these rows, and of draft and rest of a step.
         cycle_s: mean time of a step that drafted.
-        depths: shares of drafts accepted through each position that half of the steps drafted.
+        survival: shares of drafts accepted through each position that half of the steps drafted.
     """
 
     batch: int
     rows: tuple[int, ...]
     line: CostLine
     cycle_s: float
-    depths: tuple[float, ...]
+    survival: tuple[float, ...]
 
     @property
     def kappa(self) -> float:
@@ -111,7 +111,7 @@ def measure_steps(items: Iterable[Item], request_id: str | None = None) -> Trace
     return totals
 
 
-def mean_passes(totals: TraceTotals) -> dict[int, float]:
+def average_passes(totals: TraceTotals) -> dict[int, float]:
     """Return the mean time of the target's passes by their rows, where there are several."""
     passes: defaultdict[int, Seconds] = defaultdict(Seconds)
     for (size, rows, _), times in totals.far.items():
@@ -126,7 +126,7 @@ def mean_passes(totals: TraceTotals) -> dict[int, float]:
 def fit_costs(totals: TraceTotals) -> StepCosts | None:
     """Return the costs of steps; None without plain steps, or where most drafts are trees."""
     counts, drafting = totals.acceptance, totals.cycles.by_size("drafting")
-    passes = mean_passes(totals)
+    passes = average_passes(totals)
     depth = sum(depth * n for (depth, _), n in counts.steps.items())
     if not drafting or len(passes) < 2 or counts.num_drafted > MOST_NODES * depth:
         return None
@@ -149,11 +149,11 @@ def fit_costs(totals: TraceTotals) -> StepCosts | None:
         rows=tuple(passes),
         line=replace(line, plain_s=plain_s),
         cycle_s=used.total_s / used.num_cycles,
-        depths=find_depths(totals.acceptance),
+        survival=find_survival(totals.acceptance),
     )
 
 
-def find_depths(counts: AcceptanceCounts) -> tuple[float, ...]:
+def find_survival(counts: AcceptanceCounts) -> tuple[float, ...]:
     """Return the shares accepted through each position that half of the steps drafted."""
     num_deep = sum(2 * n >= counts.num_steps for n in counts.drafted_per_position)
     return counts.survival[:num_deep]
@@ -204,7 +204,7 @@ def _explain_passes(costs: StepCosts) -> Lesson:
 
 
 def _explain_positions(counts: AcceptanceCounts) -> Lesson:
-    tau, depths = counts.acceptance_length or 1.0, find_depths(counts)
+    tau, k = counts.acceptance_length or 1.0, len(find_survival(counts))
     lines = [f"{'position':>8} {'reached':>8} {'kept':>6} {'of all':>7}"]
     figures = zip(
         counts.reached_per_position, counts.conditional_acceptance, counts.survival, strict=True
@@ -212,32 +212,31 @@ def _explain_positions(counts: AcceptanceCounts) -> Lesson:
     for place, (reached, kept, survival) in enumerate(figures, start=1):
         bar = "█" * round(BAR_WIDTH * survival)
         lines.append(f"{place:>8} {reached:>8} {kept:>6.0%} {survival:>7.0%} {bar}")
-    falls = [1.0 - after for _, after in zip(depths, counts.conditional_acceptance, strict=False)]
+    falls = [1.0 - kept for kept in counts.conditional_acceptance[:k]]
     cliff = falls.index(max(falls)) + 1
     lines += [
         "",
         f"A step emits {tau:.2f} tokens (tau): 1 of the target, and as many as the shares of all "
         f"add up to. A token counts only where all before it were kept. The cliff is at position "
         f"{cliff}: of the drafts that get there, {1.0 - max(falls):.0%} survive it. With a longer "
-        f"draft {depths[cliff - 1]:.0%} of the steps, or fewer, gain, and all pay for it.",
+        f"draft {counts.survival[cliff - 1]:.0%} of the steps, or fewer, gain, and all pay for it.",
     ]
-    product = list(accumulate(counts.conditional_acceptance, mul))[len(depths) - 1]
+    product = list(accumulate(counts.conditional_acceptance, mul))[k - 1]
     return Lesson(
         heading="How far drafts are kept",
         lines=tuple(lines),
         question=_ask(
-            f"Of the drafts, {counts.survival[0]:.0%} keep token 1. How many keep token "
-            f"{len(depths)}?",
+            f"Of the drafts, {counts.survival[0]:.0%} keep token 1. How many keep token {k}?",
             f"{product:.0%}",
-            [f"{counts.survival[0]:.0%}", f"{counts.survival[0] / len(depths):.0%}"],
+            [f"{counts.survival[0]:.0%}", f"{counts.survival[0] / k:.0%}"],
         )
-        if len(depths) > 1
+        if k > 1
         else None,
     )
 
 
 def _explain_rejections(counts: AcceptanceCounts, costs: StepCosts) -> Lesson:
-    k, kappa, steps = len(costs.depths), costs.kappa, counts.num_steps
+    k, kappa, steps = len(costs.survival), costs.kappa, counts.num_steps
     step_s, plain_s = costs.cycle_s, costs.line.plain_s
     few = {n: sum(c for (_, a), c in counts.steps.items() if a == n) for n in (0, 1)}
     lines = [
@@ -265,18 +264,18 @@ def _explain_rejections(counts: AcceptanceCounts, costs: StepCosts) -> Lesson:
 
 def _explain_alternatives(counts: AcceptanceCounts, costs: StepCosts) -> Lesson:
     table: dict[int, tuple[float, float, float]] = {}
-    for k in range(len(costs.depths) + 1):
-        tokens, step_s = 1.0 + sum(costs.depths[:k]), costs.estimate_step(k, costs.batch)[0]
+    for k in range(len(costs.survival) + 1):
+        tokens, step_s = 1.0 + sum(costs.survival[:k]), costs.estimate_step(k, costs.batch)[0]
         table[k] = tokens, step_s, step_s / tokens
     best = min(table, key=lambda k: table[k][2])
     exact = min((depth for depth, _ in counts.steps), default=0)
-    how = "" if exact >= len(costs.depths) else f" up to K = {exact}, estimated beyond"
+    how = "" if exact >= len(costs.survival) else f" up to K = {exact}, estimated beyond"
     lines = [f"Another K, all else equal (times are estimated; tokens are exact{how}):"]
     for k, (tokens, step_s, token_s) in table.items():
         mark = "  <- best" if k == best else ""
         each = f"{_ms(step_s)} per step, {_ms(token_s)} per token"
         lines.append(f"  K = {k}: {tokens:.2f} tokens per step, {each}{mark}")
-    k = best or len(costs.depths)
+    k = best or len(costs.survival)
     most = costs.rows[-1]
     lines.append(f"Another batch at K = {k}; passes of up to {most} rows were measured:")
     for batch in BATCHES:
@@ -296,7 +295,7 @@ def _explain_alternatives(counts: AcceptanceCounts, costs: StepCosts) -> Lesson:
         f"  half as many rejections at every position: {better * plain_s / step_s:.2f}",
         f"  kept half as often at every position: {worse * plain_s / step_s:.2f}",
     ]
-    others = [n for n in (len(costs.depths), 1, 0, 2) if n != best]
+    others = [n for n in (len(costs.survival), 1, 0, 2) if n != best]
     return Lesson(
         heading="What would have happened otherwise",
         lines=tuple(lines),

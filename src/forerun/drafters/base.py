@@ -136,7 +136,7 @@ class Drafter(ABC):
             in `StepOutcome.top_tokens`.
         max_width: the most children per node that are proposed; controllers plan trees only for
             drafters that have more than 1.
-        most_tokens: the largest K it was made for; None: any.
+        max_k: the largest K that it can draft; None: any.
         reads_text: whether the whole text of a request is processed before its first draft.
         model: the language model that continues the target's token ids; None without one.
     """
@@ -146,7 +146,7 @@ class Drafter(ABC):
     required_features: tuple[int, ...] = ()
     required_top_k: int = 0
     max_width: int = 1
-    most_tokens: int | None = None
+    max_k: int | None = None
     reads_text: bool = False
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What heads on a target have in common: sizes, config.json, layers in torch, tensors on disk."""
+"""Common parts of heads on a target: sizes, config.json, torch modules and files of tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class HeadConfig:
 def read_head_sizes(
     settings: Mapping[str, Any], what: str, types: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Read the sizes that `HeadConfig` has from config.json, except the layers of the target."""
+    """Read the fields of `HeadConfig` from config.json, except `feature_layers`."""
     nested = settings.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else settings
     _check_layer(layer, what, types)
@@ -86,14 +86,14 @@ def read_head_sizes(
         "num_kv_heads": optional_size(layer, "num_key_value_heads", num_heads),
         "head_dim": optional_size(layer, "head_dim", max(1, hidden_size // num_heads)),
         "num_layers": optional_size(layer, "num_hidden_layers", 1),
-        "norm_eps": number(layer, "rms_norm_eps", 1e-6),
-        "rope": rope_of(layer),
+        "norm_eps": read_positive_number(layer, "rms_norm_eps", 1e-6),
+        "rope": read_rope_settings(layer),
         "max_positions": optional_size(layer, "max_position_embeddings", 2048),
     }
 
 
 def _check_layer(layer: Mapping[str, Any], what: str, types: tuple[str, ...]) -> None:
-    """Refuse layers of another kind than those of Llama."""
+    """Refuse layers with biases, of another model type or with another activation than SiLU."""
     for name in ("attention_bias", "mlp_bias"):
         if layer.get(name):
             raise InvalidModel(f"{what} with {name} is not supported")
@@ -108,7 +108,7 @@ def _check_layer(layer: Mapping[str, Any], what: str, types: tuple[str, ...]) ->
         )
 
 
-def flag(settings: Mapping[str, Any], name: str) -> bool:
+def read_flag(settings: Mapping[str, Any], name: str) -> bool:
     """Return a boolean field of a configuration; a missing one is False."""
     value = settings.get(name, False)
     if not isinstance(value, bool | None):
@@ -116,14 +116,14 @@ def flag(settings: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def number(settings: Mapping[str, Any], name: str, default: float) -> float:
+def read_positive_number(settings: Mapping[str, Any], name: str, default: float) -> float:
     value = settings.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e12:
         raise InvalidModel(f"config.json has {name}={value!r:.40}; it must be a positive number")
     return float(value)
 
 
-def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope_settings(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings, which older files spread over several fields."""
     found = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
@@ -131,8 +131,8 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     rope = {name: value for name, value in found.items() if name != "type"}
     rope["rope_type"] = found.get("rope_type", found.get("type", "default"))
     if "rope_theta" not in rope:
-        rope["rope_theta"] = number(layer, "rope_theta", 10000.0)
-    number(rope, "rope_theta", 10000.0)
+        rope["rope_theta"] = read_positive_number(layer, "rope_theta", 10000.0)
+    read_positive_number(rope, "rope_theta", 10000.0)
     known = ("default", "linear", "llama3")
     if rope["rope_type"] not in known:
         raise InvalidModel(
@@ -140,7 +140,7 @@ def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
             f"are {', '.join(known)}"
         )
     for name in ROPE_KEYS[rope["rope_type"]].split():
-        number(rope, name, 0.0)  # 0 is refused: it must be given
+        read_positive_number(rope, name, 0.0)  # 0 is refused: it must be given
     return rope
 
 
@@ -186,7 +186,7 @@ def make_speculators_form(
     verifier: tuple[str, str],
     num_speculative_tokens: int,
 ) -> dict[str, Any]:
-    """Return what every config.json in the form of speculators has; vLLM reads it.
+    """Return the fields of config.json that all methods of speculators have; vLLM reads them.
 
     Args:
         layer: settings of the decoder layers.
@@ -395,7 +395,7 @@ def read_target_ids(config: HeadConfig, tensors: Mapping[str, Tensor], where: st
 
 
 def fill_head(head: HeadModule, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Give a head the tensors of a file, which fit; refuses a t2d that contradicts d2t."""
+    """Load checked tensors of a file into a head; refuse a t2d that contradicts d2t."""
     given = {**tensors, "d2t": head.d2t}
     found_t2d = given.get("t2d", head.t2d)
     if not torch.equal(found_t2d.bool(), head.t2d):
@@ -412,7 +412,7 @@ def check_head_tensors(
     tensors: Mapping[str, Tensor],
     where: str,
 ) -> None:
-    """Refuse a vocabulary too large to be true, and tensors too many, too few or misshapen."""
+    """Refuse missing, unknown or misshapen tensors, and an implausibly large vocabulary."""
     if config.target_vocab_size > MAX_TARGET_VOCAB:
         raise InvalidModel(
             f"config.json in {where} has vocab_size={config.target_vocab_size}; at most "
@@ -437,7 +437,7 @@ def check_layers_of(what: str, config: HeadConfig, num_layers: int) -> None:
 def write_head_files(
     folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], *, as_int8: bool
 ) -> None:
-    """Write config.json, then the tensors, with matrices as int8 and one fp32 scale per row."""
+    """Write config.json and the tensors; `as_int8`: matrices as int8 with an fp32 scale per row."""
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     written = dict(tensors)
     for name in [n for n, value in tensors.items() if n.endswith(WEIGHT) and value.ndim == 2]:

@@ -1,8 +1,8 @@
 """Drafting from marginals: one distribution per position after the last token, from one pass.
 
-No distribution knows the tokens of the others, so chains are the most likely token of each, and
-trees the paths of the largest products (DDTree, arXiv 2604.12989), which hold that chain always.
-Every node is deterministic, and the walk of the target over them leaves its distribution unchanged.
+No distribution is conditional on the tokens of the others. A chain has the most likely token of
+each; a tree has that chain and the paths of the largest products (DDTree, arXiv 2604.12989). Every
+node is deterministic, and the walk over them leaves the target's distribution unchanged.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class MarginalDrafter(Drafter):
     """Drafts chains and trees from one distribution per position.
 
     Attributes:
-        max_tokens: number of these distributions.
+        num_positions: number of distributions that are predicted.
         target_ids: target token of every logit; None: all of them in order.
     """
 
     max_width = MAX_WIDTH
-    max_tokens: int
+    num_positions: int
     target_ids: Int64[Tensor, " draft_vocab"] | None = None
     _warned = False
 
     @abstractmethod
     def is_ready(self, request: DraftRequest) -> bool:
-        """Whether what is needed of the target was handed over for every row of a request."""
+        """Whether the target's features of all committed rows of a request are known."""
 
     @abstractmethod
     def predict(
@@ -54,7 +54,7 @@ class MarginalDrafter(Drafter):
     def propose(
         self, requests: Sequence[DraftRequest], plans: Sequence[Plan]
     ) -> list[Proposal | None]:
-        """Draft at most `max_tokens` levels; requests that are not ready are decoded plainly."""
+        """Draft at most `num_positions` levels; requests that are not ready are decoded plainly."""
         proposals: list[Proposal | None] = [None] * len(requests)
         able = [
             at
@@ -63,7 +63,7 @@ class MarginalDrafter(Drafter):
         ]
         if not able:
             return proposals
-        shapes = [shape_of(plans[at], self.max_tokens) for at in able]
+        shapes = [choose_shape(plans[at], self.num_positions) for at in able]
         depth, width = max(s.depth for s in shapes), max(s.width for s in shapes)
         logits = self.predict([requests[at] for at in able], depth)
         log_probs = logits.float().log_softmax(-1)
@@ -72,7 +72,7 @@ class MarginalDrafter(Drafter):
         lists = on_host(tokens_found, top.values)
         for place, (at, shape) in enumerate(zip(able, shapes, strict=True)):
             tokens, values = ([level[place] for level in column] for column in lists)
-            proposals[at] = proposal_of([*zip(tokens, values, strict=True)], shape)
+            proposals[at] = build_proposal([*zip(tokens, values, strict=True)], shape)
         return proposals
 
     def warn_of_missing(self, outcome: StepOutcome) -> None:
@@ -89,8 +89,8 @@ class MarginalDrafter(Drafter):
         self._warned = True
 
 
-def shape_of(plan: Plan, most: int) -> Tree:
-    """Return the shape to draft, with at most so many levels; a chain is the tree of width 1."""
+def choose_shape(plan: Plan, most: int) -> Tree:
+    """Return the shape to draft, with at most `most` levels; a chain is the tree of width 1."""
     shape = plan.shape
     depth = min(shape.depth, most)
     if isinstance(shape, Tree):
@@ -98,8 +98,8 @@ def shape_of(plan: Plan, most: int) -> Tree:
     return Tree(num_nodes=min(shape.num_nodes, depth), depth=depth, width=1)
 
 
-def proposal_of(candidates: Sequence[Candidates], shape: Tree) -> Proposal:
-    """Return the most probable paths, among them that of the most likely tokens."""
+def build_proposal(candidates: Sequence[Candidates], shape: Tree) -> Proposal:
+    """Return the tree of the most probable paths, with that of the most likely tokens."""
 
     def expand(path: Path) -> Candidates | None:
         return candidates[len(path)] if len(path) < len(candidates) else None

@@ -229,7 +229,7 @@ class MedusaDrafter(MarginalDrafter):
         self.heads = heads
         self.target = target
         self.required_features = (target.num_layers,)
-        self.max_tokens = heads.config.num_heads
+        self.num_positions = heads.config.num_heads
         self._last: dict[str, Float[Tensor, " width"]] = {}
 
     def is_ready(self, request: DraftRequest) -> bool:

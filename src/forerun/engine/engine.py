@@ -64,7 +64,7 @@ logger = logging.getLogger("forerun.loading")
 
 SIGINT = int(signal.SIGINT)
 STEPS_BETWEEN_RETURNS = 128
-"""Freed memory is returned to the system at the end of a request after so many steps."""
+"""Least steps from one return of freed memory to the system to the next."""
 
 
 class EngineGuard:
@@ -172,11 +172,11 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.drafter = drafter
         check_controller(controller)
-        most = None if drafter is None else drafter.most_tokens
-        if drafter is not None and most is not None and most < self.config.num_speculative_tokens:
+        k, max_k = self.config.num_speculative_tokens, None if drafter is None else drafter.max_k
+        if drafter is not None and max_k is not None and k > max_k:
             raise InvalidRequest(
-                f"K is {self.config.num_speculative_tokens}, but the drafter {drafter.method} was "
-                f"made for at most {most}: give num_speculative_tokens={most} (--k)"
+                f"num_speculative_tokens is {k}, but this {drafter.method} draft proposes at most "
+                f"{max_k} tokens per step: give num_speculative_tokens={max_k} (--k {max_k})"
             )
         self.controller = controller or default_controller(
             self.config, drafter, costs or {}, target
@@ -244,9 +244,9 @@ class Engine:
 
         Args:
             target: folder, hub name or "zoo:smollm2-135m".
-            draft: likewise, or a folder of an EAGLE-3 or Medusa head, or a name of `METHODS` such
-                as "suffix", or several; "auto" finds some (`auto_drafts`). None and "none" decode
-                plainly.
+            draft: likewise, or a folder of an EAGLE-3, DFlash or Medusa head, or a name of
+                `METHODS` such as "suffix", or several; "auto" finds some (`auto_drafts`). None and
+                "none" decode plainly.
             dtype: "auto" (as stored), "bfloat16", "float16" or "float32", or a torch type.
             device: "auto", "cpu", "cuda" or "mps".
             controller: an object that chooses K; None builds the one that `config` names.

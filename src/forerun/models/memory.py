@@ -1,4 +1,4 @@
-"""Memory estimates, which are compared with the available memory before any allocation."""
+"""Memory estimates, compared with the available memory before any allocation; freed memory."""
 
 from __future__ import annotations
 
@@ -196,10 +196,10 @@ def readable(num_bytes: int) -> str:
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system where the C library keeps it (glibc).
+    """Return freed memory that the C library (glibc) keeps to the system.
 
-    Logits have as many rows as a step, and blocks of ever other sizes leave holes between small
-    ones that stay: an engine with 64 sequences grew by a gigabyte in three minutes.
+    The logits have another size at almost every step, and freed blocks of many sizes leave holes
+    that glibc keeps: an engine with 64 sequences grew by a gigabyte in three minutes.
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)

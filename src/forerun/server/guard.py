@@ -49,7 +49,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     tenant: Annotated[str, Meta(min_length=1)]
-    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")] | None = None
     requests_per_minute: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None

@@ -109,7 +109,7 @@ OTHERWISE = "What would have happened otherwise"
 def test_another_k_counts_what_it_would_have_accepted():
     found = fit_costs(measured())
     for k in range(5):
-        tokens = 1.0 + sum(found.depths[:k])
+        tokens = 1.0 + sum(found.survival[:k])
         assert tokens == pytest.approx(sum(min(a, k) + 1 for a in ACCEPTED) / 6)
         low, high = 0.004, fmean(step.verify_s for step in STEPS)
         pass_s = low + (high - low) * k / 4  # linear between the measured numbers of rows
@@ -127,8 +127,8 @@ def test_another_k_beyond_the_shortest_draft_is_estimated_from_the_steps_that_dr
     totals = measured([*STEPS, *short, long])
     found = fit_costs(totals)
     first, second = 8 / 9, 5 / 6  # the steps that drafted two and accepted the first: 2 4 4 3 1, 5
-    assert found.depths[:2] == pytest.approx([first, first * second])
-    assert len(found.depths) == 4  # 5 was drafted once
+    assert found.survival[:2] == pytest.approx([first, first * second])
+    assert len(found.survival) == 4  # 5 was drafted once
     text = "\n".join(sections(totals)[OTHERWISE].lines)
     assert "tokens are exact up to K = 1, estimated beyond" in text
 

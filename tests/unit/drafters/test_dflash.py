@@ -140,7 +140,7 @@ def test_a_written_folder_is_recognised_and_read(tmp_path, target, changes, form
     load = find_checkpoint(json.loads((tmp_path / "config.json").read_text()))
     assert load is load_dflash
     drafter = load(tmp_path, target)
-    assert (drafter.method, drafter.max_tokens) == ("dflash", 4)
+    assert (drafter.method, drafter.max_k) == ("dflash", 4)
 
 
 def test_the_form_of_its_authors_is_read(tmp_path, target):

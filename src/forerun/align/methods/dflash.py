@@ -1,4 +1,4 @@
-"""DFlash networks under training: every learned position is the anchor of a block.
+"""Training of DFlash networks: every learned position is the anchor of a block.
 
 All blocks of a window are learned in one pass, as they are drafted: block rows see the context rows
 before their anchor and their own block, nothing else. In terms of `PassLoss`, the anchor of row t
@@ -20,7 +20,7 @@ from forerun.align.config import BLOCK_LAYERS
 from forerun.align.methods.base import HeadMethod, PassStates, with_weights
 from forerun.align.methods.eagle3 import (
     TargetParts,
-    check_known,
+    check_head_fits,
     choose_sizes,
     drafted_tokens,
     find_inner_matrices,
@@ -54,7 +54,7 @@ class DFlashMethod(HeadMethod):
         folder = ModelFiles.find(draft).folder
         self._known = read_dflash(folder)
         known = self._known.config
-        check_known(folder, known, sizes)
+        check_head_fits(folder, known, sizes)
         for name, wanted, found in (
             ("num_passes", attached.num_passes, known.max_tokens),
             ("draft_vocab_size", attached.draft_vocab_size, known.draft_vocab_size),
@@ -117,7 +117,7 @@ def choose_mask(embedding: Float[Tensor, "vocab hidden"]) -> int:
 
 
 class BlocksOverTarget(nn.Module):
-    """A DFlash network under training, with the target's frozen embedding and output matrix."""
+    """A DFlash network in training, with the target's frozen embedding and output matrix."""
 
     def __init__(self, head: DFlashNetwork, target: TargetParts) -> None:
         super().__init__()
@@ -184,8 +184,8 @@ def _attend_layer(  # noqa: PLR0913 (bound for a layer, then called as `Attend`)
     """Attend from all blocks to the context before their anchors and to their own rows."""
     visible = seen(batch)[:, 0]
     if (window := head.config.windows[layer]) is not None:
-        places = torch.arange(visible.shape[-1], device=visible.device)
-        visible = visible & (places[:, None] + 1 - places < window)
+        rows = torch.arange(visible.shape[-1], device=visible.device)
+        visible = visible & (rows[:, None] + 1 - rows < window)
     own = mask_block(head.config, layer)
     found, first = [], 0
     for row, of_row in enumerate(active):
@@ -194,9 +194,9 @@ def _attend_layer(  # noqa: PLR0913 (bound for a layer, then called as `Attend`)
             first += len(places)
             # Blocks of a chunk see nothing after the last place, or before the text of the first.
             low = int((places - batch.positions[row, places]).min()) if len(places) else 0
-            rows = slice(low, int(places[-1]) + 1 if len(places) else 0)
-            parts = [part[row, rows] for part in context]
-            masks = visible[row, places, rows], own
+            seen_rows = slice(low, int(places[-1]) + 1 if len(places) else 0)
+            parts = [part[row, seen_rows] for part in context]
+            masks = visible[row, places, seen_rows], own
             found.append(_attend(queries[blocks], parts, (keys[blocks], values[blocks]), masks))
     return torch.cat(found)
 
@@ -208,20 +208,21 @@ def _attend(
     masks: tuple[Bool[Tensor, "blocks width"], Bool[Tensor, "block block"] | None],
 ) -> Float[Tensor, "blocks block heads dim"]:
     """Attend from some blocks, as two products per head group with one softmax over both."""
-    number, size, num_heads, dim = queries.shape
+    num_blocks, size, num_heads, dim = queries.shape
     kv_heads, width = own[0].shape[2], len(context[0])
-    grouped = queries.view(number, size, kv_heads, -1, dim).permute(2, 0, 1, 3, 4)
+    grouped = queries.view(num_blocks, size, kv_heads, -1, dim).permute(2, 0, 1, 3, 4)
     flat = grouped.reshape(kv_heads, -1, dim) * dim**-0.5
-    blocks = flat.view(kv_heads, number, -1, dim)
-    far = (flat @ context[0].permute(1, 2, 0)).view(kv_heads, number, -1, width)
-    near = blocks @ own[0].permute(2, 0, 3, 1)
-    far = far.masked_fill(~masks[0][None, :, None], -torch.inf)
+    blocks = flat.view(kv_heads, num_blocks, -1, dim)
+    to_context = (flat @ context[0].permute(1, 2, 0)).view(kv_heads, num_blocks, -1, width)
+    to_block = blocks @ own[0].permute(2, 0, 3, 1)
+    to_context = to_context.masked_fill(~masks[0][None, :, None], -torch.inf)
     if masks[1] is not None:
         allowed = masks[1].repeat_interleave(num_heads // kv_heads, 0)
-        near = near.masked_fill(~allowed.to(near.device), -torch.inf)
-    exact = torch.promote_types(queries.dtype, torch.float32)
-    shares = torch.cat([far, near], dim=-1).softmax(-1, dtype=exact).to(queries.dtype)
-    of_context = shares[..., :width].reshape(kv_heads, -1, width) @ context[1].transpose(0, 1)
-    of_block = shares[..., width:] @ own[1].permute(2, 0, 1, 3)
-    attended = (of_context.view_as(of_block) + of_block).view(kv_heads, number, size, -1, dim)
+        to_block = to_block.masked_fill(~allowed.to(to_block.device), -torch.inf)
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    scores = torch.cat([to_context, to_block], dim=-1)
+    shares = scores.softmax(-1, dtype=dtype).to(queries.dtype)
+    from_context = shares[..., :width].reshape(kv_heads, -1, width) @ context[1].transpose(0, 1)
+    from_block = shares[..., width:] @ own[1].permute(2, 0, 1, 3)
+    attended = (from_context.view_as(from_block) + from_block).view(grouped.shape)
     return attended.permute(1, 2, 0, 3, 4).reshape(queries.shape)

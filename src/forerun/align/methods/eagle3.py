@@ -169,11 +169,11 @@ def read_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_known(folder: Path, sizes: Architecture) -> Eagle3Head:
     head = read_eagle3_head(folder, num_target_layers=sizes.num_layers)
-    check_known(folder, head.config, sizes)
+    check_head_fits(folder, head.config, sizes)
     return head
 
 
-def check_known(folder: Path, config: HeadConfig, sizes: Architecture) -> None:
+def check_head_fits(folder: Path, config: HeadConfig, sizes: Architecture) -> None:
     """Refuse a head to begin with that was made for another target."""
     found = config.target_hidden_size, config.target_vocab_size
     if found != (sizes.hidden_size, sizes.vocab_size):

@@ -18,7 +18,7 @@ from forerun.doctor.audit.records import Arm, AuditAnswer, Question
 from forerun.doctor.audit.reference import Reference
 
 FEW, SIGMAS = 30, 3.0
-"""Least values whose mean is judged, and standard errors from which on it is clear of another."""
+"""Least number of values whose mean is judged, and least difference in standard errors."""
 _SHARES = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3])[:, None]
 """Stakes that are bet in parallel, as shares of the largest one that cannot lose everything."""
 

@@ -32,8 +32,8 @@ _MOST_SUM = 1.001
 class Reference(Protocol):
     """Interface of a source of the distributions that the server's tokens should follow."""
 
-    def judges(self, kind: Kind) -> bool:
-        """Whether the distributions of such requests are known, for most tokens."""
+    def can_judge(self, kind: Kind) -> bool:
+        """Whether the expected distributions are known for most tokens of such requests."""
         ...
 
     def rows(self, question: Question, answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:
@@ -60,10 +60,10 @@ class ReportedLogprobs:
         """Return None: there is no tokenizer."""
         return None
 
-    def judges(self, kind: Kind) -> bool:
-        """Whether what the parameters of a request leave can be among the listed tokens."""
+    def can_judge(self, kind: Kind) -> bool:
+        """Whether the tokens that the parameters leave can all be among the reported ones."""
         if kind.has_grammar or kind.has_stop:
-            return True  # for their form
+            return True  # their form is checked
         is_listed = kind.top_k > 0 or kind.min_p > 0.0 or kind.temperature in (0.0, 1.0)
         return is_listed and not kind.is_counted and kind.top_p == 1.0
 
@@ -72,7 +72,7 @@ class ReportedLogprobs:
         ids = answer.token_ids
         if ids is None or not len(ids) == len(answer.top) == len(answer.logprobs):
             return None
-        if kind.has_grammar or not self.judges(kind):
+        if kind.has_grammar or not self.can_judge(kind):
             return None
         places = np.array([i for i, row in enumerate(answer.top) if row], dtype=np.int64)
         tops = [answer.top[place] for place in places]
@@ -137,7 +137,7 @@ class ReportedLogprobs:
 def _compute_listed_probs(logs: ndarray, kind: Kind) -> tuple[Rows, ndarray]:
     """Return the distribution over listed tokens and the rest, and where the list is long enough.
 
-    It is where the least likely one that is listed is excluded. Temperature comes before min-p.
+    It is where the parameters exclude its least likely token. Temperature comes before min-p.
     """
     rest = np.maximum(1.0 - np.exp(logs).sum(-1), 0.0)[:, None]
     scaled, is_known = logs, np.ones(len(logs), dtype=bool)
@@ -167,8 +167,8 @@ class ReferenceModel:
     eos_token_ids: frozenset[int]
     draft: LanguageModel | None = None
 
-    def judges(self, kind: Kind) -> bool:
-        """Return True: its logits are known."""
+    def can_judge(self, kind: Kind) -> bool:
+        """Return True: the model's logits are known."""
         return True
 
     def rows(self, question: Question, answer: AuditAnswer, kind: Kind) -> ExpectedRows | None:

@@ -74,7 +74,7 @@ class Audit:
         if not chats and "chat" in names:
             self.progress.dropped["chat"] = "there is no chat template here"
         for name, kind in names.items():
-            if reference is not None and not reference.judges(kind):
+            if reference is not None and not reference.can_judge(kind):
                 why = "the log-probabilities that a server reports are those before its parameters"
                 self.progress.dropped[name] = why
         if "biased" in names and any(isinstance(text, str) for text in texts):

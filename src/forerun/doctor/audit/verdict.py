@@ -150,15 +150,15 @@ def untested_in_words(audit: Audit) -> tuple[str, ...]:
     clients = ("clients 1", f"clients {config.num_clients}")
     found += [
         f"{_describe(group)} (nothing was speculated there)"
-        for group in find_silent(audit, (*kinds, *clients))
+        for group in find_unspeculated(audit, (*kinds, *clients))
     ]
     tested = {name for _, name, _ in served.bets}
     found += [words for name, words in _OPTIONAL.items() if name not in tested]
     return tuple(found)
 
 
-def find_silent(audit: Audit, groups: Iterable[str]) -> list[str]:
-    """Return the groups of many tokens in whose answers too little was speculated."""
+def find_unspeculated(audit: Audit, groups: Iterable[str]) -> list[str]:
+    """Return the groups with enough tokens of which too few were speculated to judge that."""
     served = audit.ledger.arms["served"]
     return [
         group
@@ -192,8 +192,8 @@ def _without_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ..
         problem = f"Only {num_tokens} tokens could be judged; it takes {_FEW_TOKENS}."
     elif not is_speculated(audit, "all"):
         problem = f"Cannot judge speculation: {_speculation_in_words(audit)}."
-    elif silent := find_silent(audit, ("clients 1", f"clients {audit.config.num_clients}")):
-        number = silent[0].removeprefix("clients ")
+    elif found := find_unspeculated(audit, ("clients 1", f"clients {audit.config.num_clients}")):
+        number = found[0].removeprefix("clients ")
         problem = f"Cannot judge all of it: with {number} clients at once nothing was speculated."
     bounds = {
         group: bound

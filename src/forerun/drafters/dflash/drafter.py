@@ -1,8 +1,8 @@
 """Drafting with a DFlash network: one pass over a block per step, whatever K.
 
 The keys and values of committed rows are computed from the target's features as these rows are
-committed. The block always has as many rows as in training, of which the first K draft: with fewer
-mask rows the others would predict something else.
+committed. The block always has as many rows as in training, because a row's prediction depends
+on all mask rows; the first K of these are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.models.base import LanguageModel
 
 
 class ContextRows:
-    """Keys and values of a request's committed rows, with room for a block after them."""
+    """Keys and values of the committed rows of a request, with room for a block after them."""
 
     def __init__(self, network: DFlashNetwork) -> None:
         config, weight = network.config, network.fc.weight
@@ -44,7 +44,7 @@ class ContextRows:
     def extend(
         self, layer: int, keys: Tensor, values: Tensor
     ) -> Float[Tensor, "parts 1 kv_heads keys dim"]:
-        """Return a layer's keys and values of all rows, and of a block that is not kept."""
+        """Return a layer's keys and values of all rows and of a block, which is not committed."""
         rows = self._stored[:, layer, : self.num_rows + len(keys)]
         rows[:, self.num_rows :] = torch.stack([keys, values])
         return rows.transpose(1, 2)[:, None]
@@ -67,7 +67,7 @@ class DFlashDrafter(MarginalDrafter):
         config = network.config
         self.network = network
         self.target = target
-        self.max_tokens = self.most_tokens = config.max_tokens
+        self.num_positions = self.max_k = config.max_tokens
         self.required_features = tuple(sorted(set(config.feature_layers)))
         self._columns = [self.required_features.index(layer) for layer in config.feature_layers]
         if config.own_output:

@@ -1,4 +1,4 @@
-"""Reads, writes and loads DFlash networks; everything is checked, as in EAGLE-3 heads."""
+"""Reads, checks, writes and loads DFlash networks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from forerun.models.runner.native import NativeModel
 from forerun.models.runner.packed import PackedWeights
 
 RENAMED = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
-"""Names that transformers has for tensors."""
+"""Names of tensors in transformers, and those used here."""
 
 
 def read_dflash(folder: Path) -> DFlashNetwork:
@@ -91,7 +91,7 @@ def load_dflash(folder: Path, target: LanguageModel) -> DFlashDrafter:
 
 
 class PackedLinear(nn.Module):
-    """A matrix that the kernels of a target multiply with; the rows stay in fp32."""
+    """A linear layer that runs in the kernels of a native target; rows are fp32."""
 
     def __init__(self, weights: PackedWeights, matrix: Tensor) -> None:
         super().__init__()

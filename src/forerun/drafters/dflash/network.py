@@ -1,13 +1,13 @@
 """The DFlash network: a block of mask rows, which attends to states of the target, in one pass.
 
-The block's first row is the embedding of the anchor, the last committed token, and the others are
-that of a mask token; row k predicts the token k positions after the anchor. Queries come from the
+The block's first row is the embedding of the last committed token, the anchor; all others are that
+of a mask token. Row k predicts the token k positions after the anchor. Queries come from the
 block alone, keys and values from the context, one row per committed position before the anchor,
 and from the block. A context row is the normed projection of the target's hidden states there: no
 layer changes it, so its keys and values are computed once. Source: DFlash (arXiv 2602.06036).
 
-The forms are that of speculators, which names layers whose input is read, and z-lab's own, which
-names layers whose output is read.
+There are two forms of files: that of speculators lists the target's layers whose input is read,
+that of z-lab, the authors, those whose output is read.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from forerun.drafters.heads import (
     FeedForward,
     HeadConfig,
     HeadModule,
-    flag,
     make_layer_settings,
     make_speculators_form,
+    read_flag,
     read_head_sizes,
     read_layers,
     rotate,
@@ -37,7 +37,7 @@ from forerun.models.architecture import checked_size
 
 LAYER_IDS, NESTED_LAYER_IDS = "aux_hidden_state_layer_ids", "target_layer_ids"
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
-NOT_SUPPORTED: Mapping[str, Any] = {"projector_type": "dflash", "sample_from_anchor": False}
+REQUIRED_VALUES: Mapping[str, Any] = {"projector_type": "dflash", "sample_from_anchor": False}
 """Settings of speculators that must have these values where they are given."""
 
 
@@ -51,7 +51,7 @@ class DFlashConfig(HeadConfig):
         qk_norm: queries and keys have a norm per head.
         own_output: the network has an output matrix, over the draft vocabulary; otherwise the
             target's is used.
-        windows: per layer, how many positions before the anchor are seen; None: all.
+        windows: per layer, how many positions are seen, the anchor's included; None: all.
         causal: per layer, whether a row sees only earlier rows of its block.
     """
 
@@ -95,7 +95,7 @@ def read_dflash_config(settings: Mapping[str, Any], names: Sequence[str]) -> DFl
     """Read the sizes of a network from its config.json and the names of its tensors."""
     nested = settings.get("dflash_config")
     inner = nested if isinstance(nested, Mapping) else {}
-    for name, wanted in NOT_SUPPORTED.items():
+    for name, wanted in REQUIRED_VALUES.items():
         if (found := settings.get(name, wanted)) not in (wanted, None):
             raise InvalidModel(f"a DFlash network with {name}={found!r:.40} is not supported")
     sizes = read_head_sizes(settings, "a DFlash network", ("qwen3", "llama"))
@@ -111,7 +111,7 @@ def read_dflash_config(settings: Mapping[str, Any], names: Sequence[str]) -> DFl
         layers = read_layers(outputs, NESTED_LAYER_IDS, offset=1)
     else:
         layers = read_layers(listed, LAYER_IDS)
-    windows, causal = _masks_of(settings, sizes["num_layers"])
+    windows, causal = _read_masks(settings, sizes["num_layers"])
     return DFlashConfig(
         **sizes,
         feature_layers=layers,
@@ -125,13 +125,12 @@ def read_dflash_config(settings: Mapping[str, Any], names: Sequence[str]) -> DFl
     )
 
 
-def _masks_of(
+def _read_masks(
     settings: Mapping[str, Any], num_layers: int
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Return windows and causality of the layers.
+    """Read for every layer its window, and whether its rows see only earlier rows of the block.
 
-    Unless the file says otherwise, full layers see the block in both directions, and sliding ones
-    its earlier rows.
+    Unless the file says otherwise, this is so in layers with a sliding window, and in no others.
     """
     nested = settings.get("transformer_layer_config")
     layer = nested if isinstance(nested, Mapping) else settings
@@ -143,8 +142,8 @@ def _masks_of(
     declared = settings.get("is_causal", layer.get("is_causal"))
     causal = slides
     if declared is not None:
-        causal = [flag({"is_causal": declared}, "is_causal")] * num_layers
-    elif flag(settings, "sliding_window_non_causal"):
+        causal = [read_flag({"is_causal": declared}, "is_causal")] * num_layers
+    elif read_flag(settings, "sliding_window_non_causal"):
         causal = [False] * num_layers
     return tuple(window if slide else None for slide in slides), tuple(causal)
 
@@ -179,7 +178,7 @@ def make_settings(config: DFlashConfig, *, target: str, target_architecture: str
 
 
 class DFlashAttention(nn.Module):
-    """Projections of the attention; those of keys and values read the context too."""
+    """Attention of block rows to the context and the block."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()

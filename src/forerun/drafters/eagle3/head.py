@@ -24,9 +24,9 @@ from forerun.drafters.heads import (
     FeedForward,
     HeadConfig,
     HeadModule,
-    flag,
     make_layer_settings,
     make_speculators_form,
+    read_flag,
     read_head_sizes,
     read_layers,
     rotate,
@@ -97,7 +97,7 @@ def config_of(
     settings: Mapping[str, Any], *, num_target_layers: int | None, own_embedding: bool
 ) -> Eagle3Config:
     """Read the sizes and flags of a head from the contents of its config.json."""
-    flags: dict[str, Any] = {name: flag(settings, name) for name in FLAGS}
+    flags: dict[str, Any] = {name: read_flag(settings, name) for name in FLAGS}
     is_nested = isinstance(settings.get("transformer_layer_config"), Mapping)
     if is_nested and settings.get("norm_before_residual") is None:
         flags["norm_before_residual"] = True  # vLLM's default for this form

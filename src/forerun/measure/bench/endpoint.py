@@ -1,4 +1,4 @@
-"""A server with the OpenAI API under a load test: streamed completions and their times."""
+"""Streamed completions of a server with the OpenAI API, and their times, for load tests."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def sampling_fields(params: SamplingParams, owner: str | None) -> dict[str, obje
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedAnswer:
-    """The whole answer to one request.
+    """The text of one answer, with its times and number of tokens.
 
     Attributes:
         ttft_s: seconds to the first token; None without a token.
-        num_tokens: by the server's count, or else those whose ids it returned.
+        num_tokens: as the server counts them, or else the ids that it returned.
     """
 
     text: str
@@ -138,7 +138,7 @@ class MeasuredServer:
         return self.client.connection.waits_s
 
     def ask(self, prompt: str | Sequence[int], params: SamplingParams) -> TimedAnswer:
-        """Return the continuation of a prompt, retries included in its times.
+        """Return the continuation of a prompt; its times include retries.
 
         Raises:
             InvalidRequest: the server refuses the request, or a parameter has no name in its API.

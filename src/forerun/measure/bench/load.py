@@ -93,7 +93,7 @@ def measure_load(
     try:
         answers = list(executor.map(lambda prompt: server.ask(prompt, params), prompts))
         wall_s = time.perf_counter() - start_s
-    finally:  # after an error the endpoint is closed, which ends the other requests
+    finally:  # after an error the server is closed, which ends the other requests
         executor.shutdown(wait=False, cancel_futures=True)
     block = LoadBlock(
         endpoint=endpoint,

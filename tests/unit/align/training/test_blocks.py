@@ -48,7 +48,7 @@ def drafted(drafter: DFlashDrafter, ids: list[int], features: torch.Tensor) -> t
         )
     assert drafter.is_ready(request)
     with torch.inference_mode():
-        logits = drafter.predict([request], drafter.max_tokens)[:, 0]
+        logits = drafter.predict([request], drafter.num_positions)[:, 0]
     drafter.forget("one")
     return logits
 
@@ -60,7 +60,7 @@ def test_training_equals_drafting(changes):
     drafter = DFlashDrafter(network, target)
     data = packing()
     batch = data.batch(0, data.rows_per_epoch)
-    learning = learned_passes(batch, drafter.max_tokens)
+    learning = learned_passes(batch, drafter.num_positions)
     active = learning.any(0)
     layers = network.config.feature_layers
     features = torch.zeros(*batch.ids.shape, len(layers), target.hidden_size)

@@ -538,7 +538,7 @@ class Ended:
 
     eos_token_ids = frozenset({2})
 
-    def judges(self, kind):
+    def can_judge(self, kind):
         return True
 
     def rows(self, question, answer, kind):
