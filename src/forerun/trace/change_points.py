@@ -48,7 +48,7 @@ _EXPLAINED = 1.1
 """Rise of a time, relative to that of steps per token, up to which fewer accepted tokens explain
 it: the levels of both are estimates."""
 MAX_INCIDENTS = 100
-_LIKE_DRAFTS = 4.0
+_LIKE_DRAFTS = 10.0
 """Drafts of one text are alike, so that so many of them count as one in a comparison."""
 _LEAST_FALL = 0.1
 """Least difference that is a fall, and its least share of what was before."""
