@@ -60,10 +60,18 @@ def test_sentences_are_read(text: str, facts: dict[str, object]):
         ("With an 8B draft acceptance is good at K=1 and drops for every larger K.", "k", None),
         ("14.9 with and 23.3 without; at depth 24.8 with and 85.5 without", "tokens_per_s", None),
         ("It should accept more than it does, perhaps.", "acceptance_low", None),
+        ("Acceptance is fine, half again as fast on short prompts.", "acceptance_low", None),
+        ("Decoding is half again as fast on prompts above 4k.", "slower_with_context", None),
     ],
 )
 def test_negations_and_guesses_are_no_facts(text: str, fact: str, value: bool | None):
     assert read(text).get(fact) is value
+
+
+def test_text_that_differs_is_not_put_down_to_rounding_without_a_sign_of_it(capsys):
+    assert main(["diagnose", "answers differ with speculative decoding"]) == 4
+    assert main(["diagnose", "answers differ", "--observed", "output_differs_at_ties"]) == 3
+    assert "equally likely to within rounding" in capsys.readouterr().out
 
 
 def test_what_is_not_sure_is_kept_with_its_sentence():
