@@ -74,6 +74,18 @@ def test_text_that_differs_is_not_put_down_to_rounding_without_a_sign_of_it(caps
     assert "equally likely to within rounding" in capsys.readouterr().out
 
 
+def test_a_tau_in_words_that_no_such_k_gives_is_left_out_and_one_given_is_refused(capsys):
+    text = "The mean acceptance length is 9.1 and acceptance is low."
+    assert main(["diagnose", text, "--k", "4"]) in (3, 4)
+    found = capsys.readouterr().out
+    assert "not used: acceptance_length 9.1 at k 4" in " ".join(found.split())
+    main(["diagnose", text, "--k", "4", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert "acceptance_length" in found["supposed"]
+    assert "acceptance_length" not in found["evidence"]
+    assert main(["diagnose", text, "--k", "4", "--fact", "acceptance_length=9.1"]) == 2
+
+
 def test_what_is_not_sure_is_kept_with_its_sentence():
     found = read_complaint("EAGLE accepts much less here than it should.")
     assert "acceptance_below_reference" not in found
