@@ -176,7 +176,8 @@ class Engine:
         if drafter is not None and max_k is not None and k > max_k:
             raise InvalidRequest(
                 f"num_speculative_tokens is {k}, but this {drafter.method} draft proposes at most "
-                f"{max_k} tokens per step: give num_speculative_tokens={max_k} (--k {max_k})"
+                f"{max_k} tokens per step: give num_speculative_tokens={max_k} (--k {max_k}; in "
+                f"bench DRAFT@{max_k})"
             )
         self.controller = controller or default_controller(
             self.config, drafter, costs or {}, target

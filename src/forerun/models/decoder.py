@@ -413,7 +413,8 @@ def rotation(
 
     config = AutoConfig.for_model(**settings)
     options = {} if layer_type is None else {"layer_type": layer_type}
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **options)
+    with torch.device("cpu"):  # also where a module is built without memory, to know its sizes
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **options)
     return inv_freq.float(), float(scale)
 
 

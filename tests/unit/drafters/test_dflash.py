@@ -28,7 +28,15 @@ SHARED = [5, 9, 2, 7, 11, 4] * 3
 PROMPTS = [[*SHARED, 1, 2], [3, 1, 4], [*SHARED, 8], [6]]
 SLIDING = {"windows": (None, 4), "causal": (False, True)}
 CAUSAL = {"causal": (True, True), "feature_layers": (4, 0, 2)}
-FORMS = [{}, SLIDING, CAUSAL, {"own_output": False, "qk_norm": False}, {"own_embedding": True}]
+LINEAR = {"rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
+FORMS = [
+    {},
+    LINEAR,
+    SLIDING,
+    CAUSAL,
+    {"own_output": False, "qk_norm": False},
+    {"own_embedding": True},
+]
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +179,8 @@ def setting(**changes):
         (setting(mask_token_id=300), "mask_token_id is 300, but .* 0 to 299"),
         (setting(mask_token_id=True), "mask_token_id=True"),
         (without("block_size"), "block_size"),
-        (setting(block_size=1), "block_size is 1; a block has at least 2 rows"),
+        (setting(block_size=1), "block_size is 1; a block has 2 to 256 rows"),
+        (setting(block_size=1 << 31), "block_size is 2147483648; a block has 2 to 256 rows"),
         (without("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids=None; it must list"),
         (setting(aux_hidden_state_layer_ids=[]), "aux_hidden_state_layer_ids"),
         (setting(sample_from_anchor=True), "sample_from_anchor=True is not supported"),
@@ -206,7 +215,7 @@ def test_a_network_for_another_target_is_refused(tmp_path, target):
 
 def test_more_tokens_than_the_block_has_are_refused(target):
     drafter = DFlashDrafter(heads.dflash_network(target), target)
-    with pytest.raises(ForerunError, match=r"K is 5, but the drafter dflash .* at most 4"):
+    with pytest.raises(ForerunError, match=r"is 5, but this dflash draft .* at most 4 .*DRAFT@4"):
         tiny.engine_over(target, drafter, k=5)
 
 

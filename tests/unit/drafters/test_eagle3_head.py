@@ -156,6 +156,7 @@ def test_fed_back_state_is_normed_only_with_norm_output():
         {},
         {"norm_before_residual": True, "norm_output": True, "fc_norm": True},
         {"norm_before_fc": True, "rope": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
         {"own_embedding": True},
     ],
 )

@@ -36,6 +36,8 @@ from forerun.errors import InvalidModel
 from forerun.models.architecture import checked_size
 
 LAYER_IDS, NESTED_LAYER_IDS = "aux_hidden_state_layer_ids", "target_layer_ids"
+MAX_BLOCK_SIZE = 256
+"""More than any published network has; no tensor's shape bounds it."""
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 REQUIRED_VALUES: Mapping[str, Any] = {"projector_type": "dflash", "sample_from_anchor": False}
 """Settings of speculators that must have these values where they are given."""
@@ -64,8 +66,10 @@ class DFlashConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         HeadConfig.__post_init__(self)  # slots: super() would name another class
-        if self.block_size < 2:
-            raise InvalidModel(f"block_size is {self.block_size}; a block has at least 2 rows")
+        if not 2 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise InvalidModel(
+                f"block_size is {self.block_size}; a block has 2 to {MAX_BLOCK_SIZE} rows"
+            )
         if not 0 <= self.mask_token_id < self.target_vocab_size:
             raise InvalidModel(
                 f"mask_token_id is {self.mask_token_id}, but the target's tokens are 0 to "
