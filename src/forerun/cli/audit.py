@@ -89,6 +89,7 @@ def run(options: AuditOptions) -> int:
         tie_margin=options.tie_margin,
         kinds=_read_kinds(options.prompts),
     )
+    config.check_enough()
     for flag, path in (("--state", options.state), ("--out", options.out)):
         check_writable(flag, path)
     with ExitStack() as stack:
