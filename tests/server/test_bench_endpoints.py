@@ -255,7 +255,8 @@ def test_no_prompt_is_sent_twice(bench):
         (fake([(404, {}, "no such model")]), "refuses the request with status 404: no such model"),
         (fake([answer()], (200, {}, "{}")), "lists no models"),
         (fake([answer()], (503, {}, "starting")), "gives no answer; status 503: starting"),
-        (fake([answer(num_tokens=None)]), "has two tokens with their count"),
+        (fake([answer(num_tokens=None)]), "text without its number of tokens"),
+        (fake([answer(num_tokens=1)]), "has two tokens with their count"),
         (fake([(200, {}, "data: {}\n\n")]), "before it was complete"),
     ],
 )

@@ -104,7 +104,7 @@ class Command(Generic[OptionsT]):
             near = difflib.get_close_matches(flag, list(list_flags(options)), n=1)
             pages = f"forerun {name} --help{'-all' if self.usual else ''} shows all options"
             hint = f"did you mean {near[0]}?" if near else pages
-            raise InvalidRequest(f"forerun {name} has no option {flag!r:.200}; {hint}")
+            raise InvalidRequest(f"{name} has no option {flag!r:.200}; {hint}")
         return parsed
 
     def split_lists(self, arguments: Sequence[str]) -> Iterator[str]:

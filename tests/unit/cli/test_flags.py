@@ -41,7 +41,10 @@ def test_the_flags_that_a_mistyped_one_is_compared_with_are_all(name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "--modle", "x"], "forerun bench has no option '--modle'; did you mean --model?"),
+        (
+            ["bench", "--modle", "x"],
+            "bench has no option '--modle'; did you mean --model?",
+        ),
         (["generate", "hi", "--drfat=x"], "no option '--drfat'; did you mean --draft?"),
         (["bench", "--qqqq"], "no option '--qqqq'; forerun bench --help-all shows all options"),
     ],
