@@ -168,7 +168,9 @@ def _read_kinds(path: Path | None) -> tuple[Kind, ...]:
         return KINDS
     try:
         rows = [row for _, row in islice(json_lines(path, STREAM), _MOST_PROMPTS)]
-    except (OSError, UnreadableInput) as error:
+    except UnreadableInput as error:
+        raise InvalidRequest(f"--prompts: {error}") from error
+    except OSError as error:
         raise InvalidRequest(f"--prompts {path} cannot be read: {error}") from error
     return kinds_of(row for row in rows if isinstance(row, dict))
 
