@@ -102,8 +102,8 @@ class Command(Generic[OptionsT]):
         if rest:
             flag = rest[0].partition("=")[0]
             near = difflib.get_close_matches(flag, list(list_flags(options)), n=1)
-            pages = f"forerun {name} --help{'-all' if self.usual else ''} shows all options"
-            hint = f"did you mean {near[0]}?" if near else pages
+            hint = f"did you mean {near[0]}? " if near else ""
+            hint += f"forerun {name} --help{'-all' if self.usual else ''} shows all options"
             raise InvalidRequest(f"{name} has no option {flag!r:.200}; {hint}")
         return parsed
 
