@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +146,53 @@ class TrainingDiverged(ForerunError):
 
 class UnsupportedFeatures(ForerunError):
     """A drafter needs features, an embedding or a head that the target model does not have."""
+
+
+_KINDS = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "<=": "at most",
+    ">=": "at least",
+    "<": "below",
+    ">": "above",
+    "|": "or",
+}
+
+
+def explain_invalid(error: Exception, found: object, kind: object) -> str:
+    """Rewrite an error of `msgspec.convert(found, kind)`: the place, its value, what is allowed."""
+    words, _, place = str(error).partition(" - at `$")
+    path = place.removesuffix("`").removeprefix(".")
+    try:
+        for index, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path):
+            found = found[int(index)] if index else found[name]  # type: ignore[index]
+    except (IndexError, KeyError, TypeError, ValueError):
+        return str(error)
+    if words.startswith("Invalid") and (choices := _list_choices(kind, path)):
+        return f"{path} is {found!r:.80}; it is one of {', '.join(map(str, choices))}"
+    if not words.startswith("Expected"):
+        return f"{path}: {words}" if path else words
+    allowed = words.removeprefix("Expected ").partition(", got ")[0].replace("`", "")
+    allowed = " ".join(_KINDS.get(word, word) for word in allowed.split())
+    return f"{path or 'it'} is {found!r:.80}; it must be {allowed}"
+
+
+def _list_choices(kind: object, path: str) -> list[object]:
+    """Return the values of a type at the place of a path, tags of structs included."""
+    from msgspec import inspect
+
+    candidates: list[Any] = [inspect.type_info(kind)]
+    choices: list[object] = []
+    for name in re.findall(r"[^.\[\]]+", path):
+        flat = [one for each in candidates for one in getattr(each, "types", (each,))]
+        choices = [one.tag for one in flat if getattr(one, "tag_field", None) == name]
+        items = [getattr(one, "item_type", None) for one in flat]
+        named = [field for one in flat for field in getattr(one, "fields", ())]
+        candidates = [one for one in items if one is not None and name.isdigit()]
+        candidates += [field.type for field in named if field.encode_name == name]
+    flat = [one for each in candidates for one in getattr(each, "types", (each,))]
+    return choices + [value for one in flat for value in getattr(one, "values", ())]

@@ -76,6 +76,16 @@ def test_bad_input_is_refused(capsys):
     shown = capsys.readouterr().err
     assert "--reference" in shown
     assert "max_tokens is 0" in shown
+    assert "Connection refused; is it running?" in shown
+
+
+def test_too_few_tokens_are_refused_before_any_is_asked_for(capsys):
+    limits = ("--max-tokens", "48", "--tokens")
+    assert main(["audit", "http://127.0.0.1:1/v1", *limits, "730"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "--tokens 730 is too few: 500 have to be judged, and 25%" in shown
+    assert shown.endswith("give 731 or more")
+    assert main(["audit", "http://127.0.0.1:1/v1", *limits, "731"]) == 1
 
 
 # --------------------------------------------------------------------------- misbehaving servers

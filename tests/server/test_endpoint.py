@@ -40,6 +40,9 @@ def test_it_has_the_texts_and_counts_of_the_engine(address, extra):
 CARD = {"data": [{"id": "m", "max_model_len": 64}]}
 
 
+TEXT = {"choices": [{"text": "hi", "finish_reason": "stop"}]}
+
+
 def over(answer: httpx.Response) -> MeasuredServer:
     def reply(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json=CARD) if request.method == "GET" else answer
@@ -63,6 +66,11 @@ def events(*data: object) -> httpx.Response:
         (events({"error": {"message": "out of memory"}}), "out of memory"),
         (events({"choices": [3]}), "no completion"),
         (events({"choices": [{"token_ids": ["x"]}]}), "no completion"),
+        (events({"usage": {"completion_tokens": 3}}), "events without a completion"),
+        (events({"id": 3}), "events without a completion"),
+        (events(TEXT), "text without its number of tokens"),
+        (events(TEXT, {"usage": {"completion_tokens": 0}}), "text without its number of tokens"),
+        (events(TEXT, {"usage": {"completion_tokens": 10**9}}), "counts 1000000000 tokens in an"),
         (httpx.Response(200, headers={"content-encoding": "br"}, content=b""), "encoding 'br'"),
     ],
 )
@@ -74,6 +82,20 @@ def test_a_broken_server_is_an_error_that_names_it(answer, message):
 def test_a_refusal_is_final():
     with pytest.raises(InvalidRequest, match="refuses the request with status 404: no such model"):
         over(httpx.Response(404, text="no such model")).ask("a", PARAMS)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": {"message": "too long", "type": "BadRequest"}},
+        {"object": "error", "message": "too long"},
+        {"detail": "too long"},
+        {"error": "too long"},
+    ],
+)
+def test_a_refusal_has_the_message_of_the_server_alone(body):
+    with pytest.raises(InvalidRequest, match=r"with status 400: too long$"):
+        over(httpx.Response(400, json=body)).ask("a", PARAMS)
 
 
 def test_text_without_ids_has_the_count_of_the_server():
@@ -89,6 +111,13 @@ def test_no_server_and_no_such_model():
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json=CARD))
     with pytest.raises(InvalidRequest, match="does not serve 'other'; it serves m"):
         MeasuredServer(ClientConfig(url="http://server", model="other"), transport=transport)
+
+
+@pytest.mark.parametrize("model", [None, "m"])
+def test_a_server_without_models_is_named(model):
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"data": []}))
+    with pytest.raises(InvalidRequest, match="http://server/v1 serves no model"):
+        MeasuredServer(ClientConfig(url="http://server", model=model), transport=transport)
 
 
 def test_what_is_off_is_sent_to_servers_that_have_defaults_of_their_own():

@@ -72,6 +72,9 @@ def test_help_of_a_command_has_examples(name, capsys):
 
 
 NEEDED = {
+    "audit": ["x"],
+    "quantise": ["x", "--out", "y"],
+    "recommend": ["x"],
     "generate": ["x"],
     "info": ["x"],
     "explain": ["x"],
@@ -80,9 +83,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_unknown_option_is_a_usage_error(name, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([name, *NEEDED.get(name, ()), "--modle"])
-    assert stop.value.code == 2
+    assert main([name, *NEEDED.get(name, ()), "--modle"]) == 2
     assert f"forerun {name} --help" in " ".join(capsys.readouterr().err.split())
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import chain, compress, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,7 @@ from forerun.engine.config import EngineConfig
 from forerun.errors import InvalidRequest, Range
 from forerun.models.catalog import DEFAULT_TARGET
 from forerun.sampling.config import SamplingParams
+from forerun.terminal_text import shell_command
 
 if TYPE_CHECKING:
     from forerun.align.plan import TextSizes
@@ -420,7 +421,7 @@ def run(options: AlignOptions) -> int:
     if options.json:
         print(json.dumps(report.to_dict()))
         return 0
-    print_report(report)
+    print_report(report, config.target)
     if config.data.held_out == config.out / HELD_OUT:
         judged_on = f"judged on {preparation.texts.judged_on}"
         SafeConsole().print(judged_on, markup=False, soft_wrap=True)
@@ -468,21 +469,15 @@ COMMAND = Command(
 )
 
 
-HEADINGS = (
-    "tau\n(95%)",
-    "alpha\n(95%)",
-    "accepted by\nposition",
-    "predicted\n(95%)",
-    "at the\nbest K",
-    "4-\ngrams",
-)
-"""Of the columns after the draft's name; narrow enough for 80 characters."""
-LEGEND = (
-    "tau: tokens per step; alpha: acceptance probability on the target's own text;\n"
-    "predicted: speedup of decoding by the cost table, at this K and at the best K;\n"
-    "plain: decoding without the draft is predicted to be faster at every K;\n"
-    "4-grams: share that is distinct"
-)
+COLUMNS = {
+    "tau\n(95%)": "tau: tokens per step",
+    "alpha\n(95%)": "alpha: acceptance probability on the target's own text",
+    "accepted by\nposition": "",
+    "predicted\n(95%)": "predicted: speedup of decoding by the cost table, at this K",
+    "at the\nbest K": "at the best K: the same; plain: faster without the draft at every K",
+    "4-\ngrams": "4-grams: share that is distinct",
+}
+"""Legends of the columns after the draft's name; narrow enough for 80 characters."""
 WORDS = {
     "acceptance_length": "tau",
     "acceptance_probability": "alpha",
@@ -492,7 +487,7 @@ WORDS = {
 
 def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
     """Print a table per temperature and K: drafts over all prompts, and by tag."""
-    console = SafeConsole()
+    console, shown = SafeConsole(), dict[str, None]()
     settings = {(d.temperature, d.num_speculative_tokens): None for d in drafts.values()}
     for temperature, k in settings:
         chosen = {
@@ -500,22 +495,31 @@ def print_drafts(drafts: Mapping[str, DraftFigures]) -> None:
             for name, figures in drafts.items()
             if (figures.temperature, figures.num_speculative_tokens) == (temperature, k)
         }
-        _print_setting(console, f"T={temperature:g}, K={k}, held-out prompts", chosen)
-    console.print(f"[dim]{LEGEND}[/]")
+        title = f"T={temperature:g}, K={k}, held-out prompts"
+        shown |= dict.fromkeys(_print_setting(console, title, chosen))
+    legend = [words for heading, words in COLUMNS.items() if heading in shown and words]
+    console.print("[dim]" + ";\n".join(legend) + "[/]")
 
 
-def _print_setting(console: SafeConsole, title: str, drafts: Mapping[str, DraftFigures]) -> None:
-    table = table_of(Column("draft", overflow="fold"), *HEADINGS, title=title)
+def _print_setting(
+    console: SafeConsole, title: str, drafts: Mapping[str, DraftFigures]
+) -> list[str]:
+    """Print the columns that are not empty, and return their headings."""
+    rows = [[(escape(name), *cells(figures.overall)) for name, figures in drafts.items()]]
     tags = sorted({tag for figures in drafts.values() for tag in figures.by_tag})
-    for name, figures in drafts.items():
-        table.add_row(escape(name), *cells(figures.overall))
     for tag in tags if len(tags) > 1 else ():
+        label = f"\n[dim]{escape(tag or 'no tag')}[/]"
+        found = [(name, figures.by_tag.get(tag)) for name, figures in drafts.items()]
+        rows.append([(escape(name) + label, *cells(one)) for name, one in found if one])
+    filled = [any(column) for column in zip(*chain.from_iterable(rows), strict=True)]
+    headings = list(compress(COLUMNS, filled[1:]))
+    table = table_of(Column("draft", overflow="fold"), *headings, title=title)
+    for section in rows:
         table.add_section()
-        for name, figures in drafts.items():
-            if tag in figures.by_tag:
-                label = f"{escape(name)}\n[dim]{escape(tag or 'no tag')}[/]"
-                table.add_row(label, *cells(figures.by_tag[tag]))
+        for row in section:
+            table.add_row(*compress(row, filled))
     console.print(table, "")
+    return headings
 
 
 def cells(figures: AcceptanceFigures) -> tuple[str, ...]:
@@ -545,7 +549,11 @@ def print_changes(changes: Sequence[FigureChange]) -> None:
         console.print(f"{name} {' -> '.join(ends)}: {change.finding}")
 
 
-def print_report(report: AlignReport) -> None:
+LEAST_ACCEPTED = 0.1
+"""Fewest draft tokens accepted per step with which any draft could pay for its own time."""
+
+
+def print_report(report: AlignReport, target: str) -> None:
     console = SafeConsole()
     for pair in report.judged:
         print_drafts({"before": pair.before, "after": pair.after})
@@ -566,4 +574,14 @@ def print_report(report: AlignReport) -> None:
             "--max-tokens; a draft learns how answers end from whole ones"
         )
     console.print(f"draft: {escape(str(report.draft))}")
+    after = report.judged[0].after
+    tau = after.overall.acceptance_length
+    if tau is not None and tau.high - 1.0 < LEAST_ACCEPTED:
+        console.print(
+            f"[yellow]It is of no use yet: it accepts {tau.estimate - 1.0:.2f} tokens a step. "
+            "Train it longer (--num-steps), or on more prompts.[/]"
+        )
     console.print(f"[dim]{escape(report.provenance.line)}[/]")
+    arm = f"{report.draft}@{report.best_k or after.num_speculative_tokens}"
+    command = shell_command("forerun bench --model {target} --arms {arm}", target=target, arm=arm)
+    console.print(f"measure it: {command}", markup=False, soft_wrap=True)

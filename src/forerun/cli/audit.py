@@ -89,6 +89,7 @@ def run(options: AuditOptions) -> int:
         tie_margin=options.tie_margin,
         kinds=_read_kinds(options.prompts),
     )
+    config.check_enough()
     for flag, path in (("--state", options.state), ("--out", options.out)):
         check_writable(flag, path)
     with ExitStack() as stack:
@@ -167,7 +168,9 @@ def _read_kinds(path: Path | None) -> tuple[Kind, ...]:
         return KINDS
     try:
         rows = [row for _, row in islice(json_lines(path, STREAM), _MOST_PROMPTS)]
-    except (OSError, UnreadableInput) as error:
+    except UnreadableInput as error:
+        raise InvalidRequest(f"--prompts: {error}") from error
+    except OSError as error:
         raise InvalidRequest(f"--prompts {path} cannot be read: {error}") from error
     return kinds_of(row for row in rows if isinstance(row, dict))
 

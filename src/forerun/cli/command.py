@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
@@ -82,24 +82,29 @@ class Command(Generic[OptionsT]):
             given, hidden = ["--help"], list[str]()
             options = hide_flags(options, self.usual.split(), hidden)
             lines += [f"--help-all shows {len(hidden)} more flags"]
-        parse = partial(
-            tyro.cli,
+        parse: Any = tyro.cli
+        parsed: OptionsT
+        rest: list[str]
+        parsed, rest = parse(
             options,
             prog=f"forerun {name}",
             description="\n".join(lines),
             args=given,
             default=self.defaults(given) if options is self.options else None,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+            return_unknown_args=True,
         )
-        parsed: OptionsT
-        parsed, rest = parse(return_unknown_args=True)
         if rest and not is_flag(rest[0]):
             raise InvalidRequest(
                 f"{rest[0]!r:.200} is one word too many for forerun {name}; name its flag, or put "
                 "quotes around a text of several words"
             )
         if rest:
-            parse()  # which says what is unknown, and what is like it
+            flag = rest[0].partition("=")[0]
+            near = difflib.get_close_matches(flag, list(list_flags(options)), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            hint += f"forerun {name} --help{'-all' if self.usual else ''} shows all options"
+            raise InvalidRequest(f"{name} has no option {flag!r:.200}; {hint}")
         return parsed
 
     def split_lists(self, arguments: Sequence[str]) -> Iterator[str]:
@@ -121,6 +126,25 @@ class Command(Generic[OptionsT]):
                 yield flag  # the parser says that a value is missing
             for found in values:
                 yield from (f"{flag}={part}" for part in split_list(found, separator))
+
+
+def list_flags(options: type[Any]) -> Iterator[str]:
+    """Yield every spelling of the flags that the fields of some options become."""
+    import tyro
+
+    hints, conf = get_type_hints(options, include_extras=True), dict[str, Any](vars(tyro.conf))
+    others = {get_args(conf[name][int])[1] for name in ("Positional", "Suppress")}
+    for item in fields(options):
+        hint: Any = hints[item.name]
+        found: Any = get_args(hint)
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from list_flags(hint)
+        elif others.isdisjoint(found):
+            named = [extra for extra in found if isinstance(extra, type(conf["arg"]()))]
+            for extra in named:
+                yield from extra.aliases or ()
+            names = [extra.name for extra in named if isinstance(extra.name, str)]
+            yield f"--{(*names, item.name)[0].replace('_', '-')}"
 
 
 def hide_flags(options: type[Any], usual: Sequence[str], hidden: list[str]) -> type[Any]:

@@ -272,9 +272,11 @@ class Client:
         for card in cards:
             if model is None or card.id == model:
                 return card
+        if not cards:
+            raise InvalidRequest(f"{shown_url(base)} serves no model")
         raise InvalidRequest(
             f"{shown_url(base)} does not serve {model!r}; it serves "
-            f"{printable(names, max_length=1000) or 'nothing'}"
+            f"{printable(names, max_length=1000)}"
         )
 
     def complete(

@@ -83,6 +83,7 @@ MAX_BODY_BYTES = 1 << 26
 MAX_LINE_BYTES = 1 << 23
 MAX_WORD_BYTES = 4096
 """Of the beginning of an answer that a message quotes."""
+MAX_ERROR_BYTES = 1 << 16
 MAX_LINES = 1_000_000
 """Most lines of one stream; an event takes two."""
 ID_FLAGS: tuple[Mapping[str, object], ...] = (
@@ -113,6 +114,18 @@ class _BusyReply(BrokenReply):
         except ValueError:  # a date
             return otherwise
         return asked_s if asked_s >= 0.0 else otherwise
+
+
+def find_message(body: bytes) -> str | None:
+    """Return the sentence in the JSON of an error; None if there is none."""
+    try:
+        found = parse_json(body[:MAX_ERROR_BYTES], "the answer")
+    except UnreadableInput:
+        return None
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict):
+            found = found.get(name, found)
+    return found if isinstance(found, str) else None
 
 
 class Connection:
@@ -249,8 +262,8 @@ class Connection:
         raise InvalidRequest(f"{reply.name} refuses the request with {problem}")
 
     def _quote_start(self, body: bytes) -> str:
-        text = self.hide_key(body[:MAX_WORD_BYTES].decode(errors="replace"))
-        return printable(text, max_length=300)
+        text = find_message(body) or body[:MAX_WORD_BYTES].decode(errors="replace")
+        return printable(self.hide_key(text), max_length=300)
 
     def _parse(self, body: bytes) -> Any:
         try:

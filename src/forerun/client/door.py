@@ -41,7 +41,8 @@ def reason_of(error: Exception) -> str:
     """Return what an error of the network says, without parts of URLs and headers."""
     if isinstance(error, _QUOTING):
         return "no request can be sent to such an address"
-    return printable(hide_urls(error), max_length=300) or type(error).__name__
+    reason = printable(hide_urls(error), max_length=300) or type(error).__name__
+    return f"{reason}; is it running?" if "refused" in reason else reason
 
 
 def authorization(variable: str | None) -> dict[str, str]:

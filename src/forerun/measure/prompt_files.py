@@ -24,7 +24,7 @@ from forerun.bounded_read import (
     read_parquet,
     read_text,
 )
-from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.errors import InvalidRequest, UnreadableInput, explain_invalid
 from forerun.models.catalog import chat_prompts, held_out_prompts
 
 if TYPE_CHECKING:
@@ -178,7 +178,9 @@ def read_entries(path: Path) -> Iterator[PromptEntry]:
                     "of prompts, the limits here; give less of it"
                 )
             yield entry
-    except (OSError, UnreadableInput) as error:
+    except UnreadableInput as error:
+        raise InvalidRequest(f"prompts: {error}") from error
+    except OSError as error:
         raise InvalidRequest(f"prompts cannot be read from {path}: {error}") from error
 
 
@@ -272,9 +274,10 @@ def _build_entry(row: object, where: str) -> PromptEntry:
         raise InvalidRequest(f'{where} is no object with a "prompt" or "messages"')
     try:
         # Rows of a table have every column; those without a value are null.
-        found = msgspec.convert({n: v for n, v in row.items() if v is not None}, _Row)
+        values = {n: v for n, v in row.items() if v is not None}
+        found = msgspec.convert(values, _Row)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{where}: {error}") from error
+        raise InvalidRequest(f"{where}: {explain_invalid(error, values, _Row)}") from error
     messages = tuple({"role": m.role, "content": m.content} for m in found.messages)
     texts = [text for text in (found.prompt, found.text) if text is not None]
     if not texts and not messages:
@@ -283,9 +286,10 @@ def _build_entry(row: object, where: str) -> PromptEntry:
             for turn in found.turns
         )
     if len(texts) + bool(messages) != 1:
+        several = "only " if texts else ""
         raise InvalidRequest(
-            f'{where} must have one of "prompt", "text" and "messages", or be a record of ShareGPT '
-            '("conversations")'
+            f'{where} must have {several}one of "prompt", "text" and "messages", or be a record of '
+            'ShareGPT ("conversations")'
         )
     if found.token_ids and not found.prompt_ids:
         raise InvalidRequest(f'{where} has "token_ids" without the "prompt_ids" they follow')

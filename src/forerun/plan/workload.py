@@ -16,7 +16,14 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from forerun.bounded_read import read_bytes
-from forerun.errors import InvalidRequest, InvalidTrace, Range, UnreadableInput, check_ranges
+from forerun.errors import (
+    InvalidRequest,
+    InvalidTrace,
+    Range,
+    UnreadableInput,
+    check_ranges,
+    explain_invalid,
+)
 from forerun.plan.acceptance import MIN_ALLOWED
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import RequestRecord, StepRecord
@@ -247,7 +254,9 @@ def load_workload(path: Path) -> Workload:
             return workload_from(content)
         repeated = msgspec.convert(content, _RepeatedTrace)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the workload {path} cannot be used: {error}") from error
+        kind = _RepeatedTrace if "trace" in content else Workload
+        reason = explain_invalid(error, _with_phases(content), kind)
+        raise InvalidRequest(f"the workload {path} cannot be used: {reason}") from error
     file = path.parent / repeated.trace
     return workload_of(
         read_trace(file), str(file), repeated.server, repeated.slo, repeated.temperature
@@ -255,10 +264,14 @@ def load_workload(path: Path) -> Workload:
 
 
 def workload_from(content: dict[str, object]) -> Workload:
-    if "acceptance" in content and "phases" not in content:
-        content = dict(content)
-        content["phases"] = [{"share": 1.0, "acceptance": content.pop("acceptance")}]
-    return msgspec.convert(content, Workload)
+    return msgspec.convert(_with_phases(content), Workload)
+
+
+def _with_phases(content: dict[str, object]) -> dict[str, object]:
+    if "acceptance" not in content or "phases" in content:
+        return content
+    content = dict(content)
+    return content | {"phases": [{"share": 1.0, "acceptance": content.pop("acceptance")}]}
 
 
 NDFloats = NDArray[np.float64]

@@ -26,7 +26,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.bounded_read import ReadLimits, first_line, read_bytes
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, explain_invalid
 from forerun.server.config import ServerConfig
 from forerun.server.errors import LimitReached, error_response, response_for
 from forerun.server.request_log import log_request
@@ -121,8 +121,12 @@ def key_of(table: object, name: str) -> ApiKey:
         if key is not None:
             values["sha256"] = _digest_of(key)
         return msgspec.convert(values, ApiKey)
-    except (InvalidRequest, msgspec.ValidationError) as error:
+    except InvalidRequest as error:
         raise InvalidRequest(f"{name}: {error}") from error
+    except msgspec.ValidationError as error:
+        # What stands there may be a key itself.
+        reason = explain_invalid(error, values | {"sha256": "hidden"}, ApiKey)
+        raise InvalidRequest(f"{name}: {reason}") from error
 
 
 NO_KEY = ApiKey(tenant="everyone")

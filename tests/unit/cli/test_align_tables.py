@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from tests.unit.align.test_json_files import made
 from tests.unit.measure.judge.judgements import figures, judged
 
-from forerun.cli.align import print_changes, print_drafts
+from forerun.align.results import JudgedPair
+from forerun.cli.align import print_changes, print_drafts, print_report
 from forerun.measure.judge import changes
 from forerun.theory.cost import CostLine, CostTable
 
@@ -44,3 +48,24 @@ def test_changes_are_sentences(capsys):
     lines = capsys.readouterr().out.replace("\n", " ")
     assert "tau: 1.33 -> 3.67: higher" in lines
     assert "predicted speedup at this K, [prose]: " in lines
+
+
+def test_columns_that_are_empty_everywhere_are_left_out_with_their_legend(capsys):
+    prompts = [judged([0, 1, 0]) for _ in TAGS]
+    print_drafts({"before": figures(prompts), "after": figures(prompts)})
+    shown = capsys.readouterr().out
+    assert "tau: tokens per step;\n4-grams: share that is distinct" in shown
+    for word in ("alpha", "predicted", "best K"):
+        assert word not in shown
+
+
+@pytest.mark.parametrize(("accepted", "is_useless"), [([0] * 30, True), ([1, 0, 1], False)])
+def test_a_report_ends_with_the_next_command_and_says_what_is_of_no_use(
+    accepted, is_useless, capsys
+):
+    found = figures([judged(accepted) for _ in TAGS])
+    pair = JudgedPair(before=found, after=found)
+    print_report(replace(made(), judged=(pair,)), "the/target")
+    shown = capsys.readouterr().out
+    assert ("of no use yet: it accepts 0.00 tokens a step" in shown) == is_useless
+    assert shown.endswith("forerun bench --model the/target --arms draft@3\n")

@@ -11,6 +11,7 @@ import pytest
 import tyro
 from tyro.extras import get_parser
 
+from forerun.cli import command
 from forerun.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[3]
@@ -28,6 +29,29 @@ def list_flags(name: str) -> list[list[str]]:
         )
     actions = [action.option_strings for action in parser._actions]
     return [spellings for spellings in actions if spellings and "--help" not in spellings]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_flags_that_a_mistyped_one_is_compared_with_are_all(name):
+    options = import_module(f"forerun.cli.{name}").COMMAND.options
+    known = {spelling for spellings in list_flags(name) for spelling in spellings}
+    assert set(command.list_flags(options)) == known
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["bench", "--modle", "x"],
+            "bench has no option '--modle'; did you mean --model?",
+        ),
+        (["generate", "hi", "--drfat=x"], "no option '--drfat'; did you mean --draft?"),
+        (["bench", "--qqqq"], "no option '--qqqq'; forerun bench --help-all shows all options"),
+    ],
+)
+def test_a_mistyped_flag_is_told_what_is_like_it(words, message, capsys):
+    assert main(words) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def read_help(name: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -90,24 +90,27 @@ def test_a_folder_of_code_is_told_what_prompts_are(tmp_path):
     [
         (["a"], "is no object"),
         ({}, 'must have one of "prompt", "text" and "messages"'),
-        ({"conversations": [1]}, "Expected `object`, got `int` - at `$.conversations[0]`"),
+        ({"conversations": [1]}, "conversations[0] is 1; it must be an object"),
         ({"conversations": [{"from": "gpt", "value": "hi"}]}, "begins with the assistant's answer"),
         ({"conversations": [{"from": "human"}]}, "missing required field `value`"),
-        ({"prompt": "a", "response": {}}, "got `object` - at `$.response`"),
+        ({"prompt": "a", "response": {}}, "response is {}; it must be a text"),
         ({"prompt": None}, "must have one of"),
-        ({"prompt": "a", "messages": [HELLO]}, "must have one of"),
-        ({"prompt": ""}, "length >= 1 - at `$.prompt`"),
-        ({"prompt": 3}, "got `int` - at `$.prompt`"),
-        ({"prompt": "a", "response": ""}, "length >= 1 - at `$.response`"),
-        ({"prompt": "a", "tag": ["x"]}, "got `array` - at `$.tag`"),
-        ({"messages": []}, "length >= 1 - at `$.messages`"),
-        ({"messages": "hello"}, "Expected `array`, got `str` - at `$.messages`"),
-        ({"messages": [HELLO, "hi"]}, "at `$.messages[1]`"),
+        ({"prompt": "a", "messages": [HELLO]}, "must have only one of"),
+        ({"prompt": ""}, "prompt is ''; it must be a text of length at least 1"),
+        ({"prompt": 3}, "prompt is 3; it must be a text"),
+        ({"prompt": "a", "response": ""}, "response is ''; it must be a text of length at least 1"),
+        ({"prompt": "a", "tag": ["x"]}, "tag is ['x']; it must be a text"),
+        ({"messages": []}, "messages is []; it must be a list of length at least 1"),
+        ({"messages": "hello"}, "messages is 'hello'; it must be a list"),
+        ({"messages": [HELLO, "hi"]}, "messages[1] is 'hi'; it must be an object"),
         ({"messages": [{"role": "user"}]}, "missing required field `content`"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "at `$.messages[0].content`"),
+        (
+            {"messages": [{"role": "user", "content": [1]}]},
+            "[0].content is [1]; it must",
+        ),
         ({"messages": [ANSWER, HELLO]}, "begins with the assistant's answer"),
-        ({"conversations": [{"from": ["x"], "value": "a"}]}, "at `$.conversations[0].from`"),
-        ({"conversations": [{"from": {}, "value": "a"}]}, "at `$.conversations[0].from`"),
+        ({"conversations": [{"from": ["x"], "value": "a"}]}, "conversations[0].from is ['x']; it"),
+        ({"conversations": [{"from": {}, "value": "a"}]}, "conversations[0].from is {}; it must"),
     ],
 )
 def test_malformed_records_are_named_by_their_line(write_lines, row, message):
@@ -128,7 +131,7 @@ def test_lines_that_are_no_json_are_named(tmp_path, line):
 def test_text_of_another_encoding_is_refused(tmp_path):
     path = tmp_path / "p.txt"
     path.write_bytes("größe\n".encode("latin-1"))
-    with pytest.raises(InvalidRequest, match=r"cannot be read from .*p\.txt"):
+    with pytest.raises(InvalidRequest, match=r"^prompts: .*p\.txt is not UTF-8"):
         entries(path)
 
 
@@ -141,7 +144,7 @@ def test_a_table_that_is_cut_off_is_refused(tmp_path):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(InvalidRequest, match=r"cannot be read from .*nowhere"):
+    with pytest.raises(InvalidRequest, match=r"^prompts: \S*nowhere.jsonl cannot be read: No such"):
         entries(tmp_path / "nowhere.jsonl")
 
 

@@ -152,6 +152,10 @@ def test_a_uniform_length_is_read():
     )
 
 
+ONE_OF = "output_tokens.kind is 'unifrom'; it is one of uniform, lognormal"
+AT_MOST = r"phases\[0\].acceptance.alpha is 1.7; it must be a number at most 1"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -161,7 +165,9 @@ def test_a_uniform_length_is_read():
         (b"requests = " + b"1" * 5000, "is not TOML"),
         (b"requests = 2024-13-45", "is not TOML"),
         (b"requests = 3", r"w.toml cannot be used: .* missing required field `output_tokens`"),
-        (b"[[requests]]\na = 1", r"w.toml cannot be used: Expected `int`"),
+        (b"[[requests]]\na = 1", r"w.toml cannot be used: requests is \[.*a whole number"),
+        (b"requests = 3\noutput_tokens = {kind = 'unifrom'}", ONE_OF),
+        (b"acceptance = {kind = 'constant', alpha = 1.7}", AT_MOST),
     ],
 )
 def test_files_that_describe_no_workload_are_refused_with_a_sentence(tmp_path, content, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from forerun.sampling.config import SamplingParams
 GRAMMAR = "[0-9]{3}-[a-f]{4}"
 """Regular expression that the requests of the kind "grammar" ask for."""
 _MOST_BIASED = 32
+FEW_TOKENS = 500
+"""Fewest tokens that a verdict without an alarm rests on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +189,21 @@ class AuditConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, *_RANGES)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Output tokens that only what follows an alarm may take."""
+        return int(self.control_share * self.max_tokens)
+
+    def check_enough(self) -> None:
+        """Raise InvalidRequest where the tokens can never suffice for a verdict."""
+        least = math.ceil((FEW_TOKENS + self.num_tokens) / (1.0 - self.control_share))
+        if self.max_tokens < least:
+            raise InvalidRequest(
+                f"--tokens {self.max_tokens} is too few: {FEW_TOKENS} have to be judged, and "
+                f"{self.control_share:.0%} of them are kept for what follows an alarm; give "
+                f"{least} or more"
+            )
 
     def size_of(self, setting: Setting) -> int:
         """Return the most output tokens of one request in such a round."""

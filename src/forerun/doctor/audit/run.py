@@ -188,7 +188,7 @@ class Audit:
         )
         if self.progress.alarm_tokens is not None:
             return self._confirm(limits)
-        limits.num_tokens -= int(config.control_share * config.max_tokens)
+        limits.num_tokens -= config.kept_tokens
         return self.rounds.choose("served", kinds, limits)
 
     def alarmed_kind(self, alarmed: Deviation) -> Kind:

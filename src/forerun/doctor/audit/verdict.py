@@ -10,7 +10,8 @@ from typing import Literal
 
 from jinja2 import Environment, StrictUndefined
 
-from forerun.doctor.audit.config import ROUNDS
+from forerun.doctor.audit.config import FEW_TOKENS, ROUNDS
+from forerun.doctor.audit.endpoint import MOST_REQUESTS
 from forerun.doctor.audit.ledger import (
     EVERYTHING,
     PER_ANSWER,
@@ -58,7 +59,7 @@ _LEFT_OUT = (
     "The text deviates by less than {:.0%}, the share of answers whose token ids are unknown. They "
     "are left out, which can explain the deviation."
 )
-_FEW_TOKENS, _FEW_OF_GROUP, _FEW_ANSWERS = 500, 100, 5
+_FEW_OF_GROUP, _FEW_ANSWERS = 100, 5
 _LEAST_DRAFTED, _LEAST_SHARE = 30, 0.02
 """Draft tokens that must be verified, and their share of the output, to judge speculation."""
 _BY_ANSWER = ("kind grammar", "kind stopped")
@@ -184,12 +185,24 @@ def _speculation_in_words(audit: Audit) -> str:
     )
 
 
+def _suggest_limit(audit: Audit, num_tokens: int) -> str:
+    """Return which limit to raise, where one ended the audit before enough was judged."""
+    config, spent = audit.config, audit.progress.spent
+    factor = 1.2 * FEW_TOKENS / max(1, num_tokens)
+    if num_tokens and spent.num_tokens + config.num_tokens > config.max_tokens - config.kept_tokens:
+        return f": rerun with --tokens {math.ceil(factor * config.max_tokens)}"
+    if num_tokens and spent.num_requests + MOST_REQUESTS > config.max_requests:
+        return f": rerun with --requests {math.ceil(factor * config.max_requests)}"
+    return ""
+
+
 def _without_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...]) -> AuditVerdict:
     served = audit.ledger.arms["served"]
     num_tokens = served.num_tokens["all"]
     problem = None
-    if num_tokens < _FEW_TOKENS:
-        problem = f"Only {num_tokens} tokens could be judged; it takes {_FEW_TOKENS}."
+    if num_tokens < FEW_TOKENS:
+        problem = f"Only {num_tokens} tokens could be judged; it takes {FEW_TOKENS}"
+        problem += f"{_suggest_limit(audit, num_tokens)}."
     elif not is_speculated(audit, "all"):
         problem = f"Cannot judge speculation: {_speculation_in_words(audit)}."
     elif found := find_unspeculated(audit, ("clients 1", f"clients {audit.config.num_clients}")):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from forerun.client.client import Client
 from forerun.client.connection import ClientConfig
 from forerun.client.door import Transport
-from forerun.errors import InvalidRequest
+from forerun.client.urls import shown_url
+from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.sampling.config import SamplingParams
 
 _EXTENSIONS = (
@@ -145,7 +146,7 @@ class MeasuredServer:
             ServerUnavailable: the server fails, or breaks off its answer.
         """
         fields = {"model": self.model, **sampling_fields(params, self._owner), **self.extra}
-        text, num_ids = "", 0
+        text, num_ids, has_answer = "", 0, False
         num_counted: int | None = None
         ttft_s: float | None = None
         started_s = time.monotonic()
@@ -155,11 +156,20 @@ class MeasuredServer:
                     ttft_s = time.monotonic() - started_s
                 text += piece.text or ""
                 num_ids += len(piece.token_ids or ())
+                has_answer |= bool(piece.text or piece.token_ids or piece.finish_reason)
                 if piece.usage is not None:
                     num_counted = piece.usage.completion_tokens
-        return TimedAnswer(
-            text=text,
-            ttft_s=ttft_s,
-            total_s=time.monotonic() - started_s,
-            num_tokens=num_ids if num_counted is None else num_counted,
-        )
+        total_s = time.monotonic() - started_s
+        num_tokens, name = num_counted or num_ids, shown_url(self.client.config.base)
+        if not has_answer:
+            raise ServerUnavailable(f"{name} sends events without a completion (choices)")
+        if text and not num_tokens:
+            raise ServerUnavailable(
+                f"{name} sends text without its number of tokens (usage.completion_tokens), from "
+                "which the time per token is computed"
+            )
+        if num_tokens > (params.max_tokens or num_tokens):
+            raise ServerUnavailable(
+                f"{name} counts {num_tokens} tokens in an answer of at most {params.max_tokens}"
+            )
+        return TimedAnswer(text=text, ttft_s=ttft_s, total_s=total_s, num_tokens=num_tokens)

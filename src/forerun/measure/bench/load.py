@@ -17,7 +17,7 @@ from functools import partial
 from forerun.errors import InvalidRequest
 from forerun.measure.bench.config import LEAST_BLOCKS
 from forerun.measure.bench.endpoint import MeasuredServer, TimedAnswer
-from forerun.measure.bench.report import MIN_BLOCKS
+from forerun.measure.bench.report import warn_of_few
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, bootstrap, quantile, wilson_interval
 
@@ -216,10 +216,8 @@ def load_rows(blocks: Sequence[LoadBlock]) -> list[dict[str, tuple[LoadBlock, ..
 
 def load_outcome(ratio: Interval, num_blocks: int) -> str:
     """Return a ratio with its interval as text, and whether it may be 1."""
-    if num_blocks < MIN_BLOCKS:
-        return f"{ratio.estimate:.2f}, no difference shown ({num_blocks} blocks are too few)"
-    is_shown = ratio.is_above(1.0) or ratio.is_below(1.0)
-    return ratio.show() if is_shown else f"{ratio.show()}, no difference shown"
+    shown = ratio.show() + warn_of_few(num_blocks)
+    return f"{shown}, no difference shown" if ratio.low <= 1.0 <= ratio.high else shown
 
 
 def agreement(blocks: Sequence[LoadBlock], other: Sequence[LoadBlock]) -> tuple[int, Interval]:

@@ -218,13 +218,16 @@ def outcome(summary: ArmSummary) -> str:
     speedup = summary.speedup
     if summary.disturbance is not None:
         return f"the measurement was disturbed: {summary.disturbance}; repeat it on a quiet machine"
-    if summary.num_groups < MIN_BLOCKS:
-        return f"no difference shown ({summary.num_groups} blocks are too few)"
-    if speedup.is_above(1.0):
-        return f"faster, {speedup.estimate:.2f}x"
-    if speedup.is_below(1.0):
-        return f"slower, {speedup.estimate:.2f}x"
-    return f"no difference shown (the interval {speedup.show_ends()} includes 1)"
+    if speedup.low <= 1.0 <= speedup.high:
+        return f"no difference shown (the interval {speedup.show_ends()} includes 1)"
+    side = "faster" if speedup.is_above(1.0) else "slower"
+    return f"{side}, {speedup.estimate:.2f}x{warn_of_few(summary.num_groups)}"
+
+
+def warn_of_few(num_blocks: int) -> str:
+    """Return what qualifies an interval of few blocks; empty if there are enough."""
+    few = f" (from {num_blocks} blocks only: its interval is a rough one)"
+    return few if num_blocks < MIN_BLOCKS else ""
 
 
 def reason(summary: ArmSummary) -> str:

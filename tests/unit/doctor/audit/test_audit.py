@@ -100,6 +100,20 @@ def test_no_limit_is_passed(limits):
     assert judge(audit).status == "cannot_judge"
 
 
+@pytest.mark.parametrize(
+    ("limits", "flag"), [({"tokens": 400}, "--tokens"), ({"max_requests": 7}, "--requests")]
+)
+def test_an_audit_that_ends_too_early_names_a_limit_that_suffices(limits, flag):
+    audit = audit_of(**limits)
+    audit.run(silent)
+    sentence = judge(audit).sentence
+    assert f"it takes 500: rerun with {flag} " in sentence
+    enough = int(sentence.removesuffix(".").rpartition(" ")[2])
+    audit = audit_of(**dict.fromkeys(limits, enough))
+    audit.run(silent)
+    assert judge(audit).status == "no_deviation"
+
+
 def test_an_answer_that_is_lost_is_charged_in_full():
     def cut(number, question, answer):
         return (

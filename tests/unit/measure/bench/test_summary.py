@@ -144,9 +144,13 @@ def test_verdict_of_an_arm_like_the_baseline(make_arm, clock):
     assert sentence.startswith("no difference shown (the interval 1.00–1.00 includes 1)")
 
 
-def test_verdict_needs_enough_prompts(make_arm, clock):
-    sentence = verdict_of(make_arm, clock, count=MIN_BLOCKS - 1, k=3, accepted=2)
-    assert sentence.startswith(f"no difference shown ({MIN_BLOCKS - 1} blocks are too few)")
+@pytest.mark.parametrize(("accepted", "side"), [(0, "slower"), (2, "faster")])
+def test_verdict_of_few_blocks_says_first_what_their_interval_shows(
+    make_arm, clock, accepted, side
+):
+    sentence = verdict_of(make_arm, clock, count=3, k=3, accepted=accepted, step_s=1.5)
+    assert sentence.startswith(f"{side}, ")
+    assert "x (from 3 blocks only: its interval is a rough one): accepts" in sentence
 
 
 def test_verdict_of_an_arm_whose_prefill_costs_more_than_it_gains(make_arm, clock):
