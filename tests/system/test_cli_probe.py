@@ -87,7 +87,7 @@ SHIPPED = ("--model", "zoo:code-40m")
         (["--target", "zoo:code-2m"], "name a --draft for zoo:code-2m"),
         (["--target", "some/model", "--draft", "other/model"], "--prompts"),
         ([*SHIPPED, "--k", "0"], "--num-speculative-tokens is 0"),
-        ([*SHIPPED, "--k", "1.5"], "--num-speculative-tokens is 1.5"),
+        ([*SHIPPED, "--k", "1.5"], "k is 1.5; it must be a whole number"),
         ([*SHIPPED, "--temperature", "-1"], "temperature"),
         ([*SHIPPED, "--out", "missing/folder/facts.json"], "--out"),
     ],
