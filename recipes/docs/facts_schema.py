@@ -14,7 +14,11 @@ SCHEMA_PATH = Path(documents.__file__).with_name("facts.schema.json")
 
 def schema() -> dict[str, Json]:
     """Return the JSON Schema of facts files."""
-    properties: dict[str, Json] = {name: property_of(kind) for name, kind in FACTS.items()}
+    properties: dict[str, Json] = {
+        name: {"description": described(kind), "$ref": f"#/$defs/{definition_name(kind)}"}
+        for name, kind in FACTS.items()
+    }
+    definitions: dict[str, Json] = {definition_name(k): entry_schema(k) for k in FACTS.values()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Facts for forerun diagnose",
@@ -30,11 +34,20 @@ def schema() -> dict[str, Json]:
                 "properties": properties,
             },
         },
+        "$defs": definitions,
     }
 
 
-def property_of(kind: FactKind) -> dict[str, Json]:
-    """Return the JSON Schema of one entry: a value, or an object with source and interval."""
+def definition_name(kind: FactKind) -> str:
+    """Return the name of the definition that all facts of the same values share."""
+    if kind.choices:
+        return f"{kind.type} of {kind.name}"
+    low = f" from {kind.low:g}" if kind.low else ""
+    return f"{kind.type}{low}{'' if kind.high is None else f' up to {kind.high:g}'}"
+
+
+def entry_schema(kind: FactKind) -> dict[str, Json]:
+    """Return the JSON Schema of an entry: a value, or an object with source and interval."""
     bare = value_schema(kind)
     detailed: dict[str, Json] = {
         "type": "object",
@@ -51,7 +64,7 @@ def property_of(kind: FactKind) -> dict[str, Json]:
             },
         },
     }
-    return {"description": described(kind), "anyOf": [bare, detailed]}
+    return {"anyOf": [bare, detailed]}
 
 
 def value_schema(kind: FactKind) -> dict[str, Json]:

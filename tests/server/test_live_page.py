@@ -174,7 +174,7 @@ def test_the_speedup_is_one_figure_and_coloured_once_its_interval_clears_1(page,
         page,
         speedup=value and estimate | {"plain_token_s": value * 0.01},
         token_times=times | {"other_s": 0.001},
-        diagnosis={"verdict": "problem", "headline": "Problem.", "num_steps": 99}
+        diagnosis={"verdict": "problem", "headline": "Problem.", "num_request_steps": 99}
         | {"causes": [cause], "changes": ["Raise K."]},
     )
     shown(page, "#speedup-tile").to_have_attribute("data-kind", kind)

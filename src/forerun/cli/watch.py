@@ -97,11 +97,18 @@ def watch(options: Watch) -> int:
         found = _read_once(options, state)
         if options.once:
             if not found:
-                kept = "first reading, kept in" if is_first else "no change since the readings in"
-                _say(options, f"{kept} {options.state}")
+                _say(options, f"{_describe_quiet(state, is_first)} {options.state}")
             is_alarm = any(each.kind == "alarm" and each.resolved_s is None for each in found)
             return Exit.PROBLEM if is_alarm else Exit.GOOD
         time.sleep(options.interval_s)
+
+
+def _describe_quiet(state: WatchState, is_first: bool) -> str:
+    if is_first:
+        return "first reading, kept in"
+    if missing := state.watcher.missing:
+        return f"no change can be seen yet: {missing}; kept in"
+    return "no change since the readings in"
 
 
 def load_state(options: Watch) -> WatchState:

@@ -65,6 +65,8 @@ class Threshold:
 
 
 THRESHOLDS = msgspec.convert(load_table("derived")["threshold"], tuple[Threshold, ...])
+MOST_REPETITIVE = next(each.yes for each in THRESHOLDS if each.name == "output_repetitive")
+"""Share of distinct 4-grams up to which text repeats itself."""
 
 
 def _add_observations(evidence: Evidence) -> None:
@@ -595,10 +597,20 @@ class Diagnosis:
     next_test: Experiment | None
     evidence: Evidence
 
+    @property
+    def remark(self) -> str:
+        """What is no fault and still changes what the figures are worth; "" where nothing is."""
+        share = self.evidence.number("distinct_4gram_share")
+        if share is None or share > MOST_REPETITIVE or "output_repetitive" in self.evidence:
+            return ""
+        counts = "speedup counts" if "speedup" in self.evidence else "accepted tokens are of"
+        return f"The {counts} text that repeats itself: {share:.0%} of its 4-grams are distinct."
+
     def to_dict(self) -> dict[str, Json]:
         evidence, test = self.evidence, self.next_test
         return {
             "verdict": self.verdict,
+            "remark": self.remark,
             "causes": [ranked.to_dict() for ranked in self.causes],
             "next_test": None
             if test is None
@@ -612,6 +624,10 @@ class Diagnosis:
         }
 
 
+_TOLD_OF_REPETITION = frozenset({"output_repetitive", "tokens_per_s_plain"})
+"""Facts of a person who complains of text that repeats itself, or compares rates on it."""
+
+
 def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     """Derive facts, attribute the time, score all causes and predict the gains of remedies.
 
@@ -620,6 +636,8 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     """
     given, evidence = evidence.facts.keys(), derive(_prefer_measured(evidence))
     evidence.facts.pop("symptom_seen", None)  # follows from the other facts; it is not given
+    if _TOLD_OF_REPETITION.isdisjoint(given):  # text that repeats itself is no fault of drafting
+        evidence.facts.pop("output_repetitive", None)
     attribution = attribute(evidence)
     outlook: Outlook | None = None
     if attribution is not None:

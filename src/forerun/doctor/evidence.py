@@ -253,10 +253,18 @@ class Evidence:
         self.series = other.series | self.series
 
     def check_counts(self) -> None:
-        """Refuse figures that cannot be of one run."""
+        """Refuse figures that cannot be of one run, and leave out a tau of words that cannot be."""
         tau, k = self.number("acceptance_length"), self.number("k")
         if tau is not None and k is not None and not alike(max(tau, k + 1), k + 1):
-            sources = " and ".join(self.facts[name].source for name in ("acceptance_length", "k"))
+            stated = self.facts["acceptance_length"]
+            sources = f"{stated.source} and {self.facts['k'].source}"
+            if stated.sentence:  # a sentence may mean another K, or be misread: it is asked about
+                self.suppose(self.facts.pop(stated.name))
+                self.notes.append(
+                    f"not used: acceptance_length {tau:g} at k {k:g} ({sources}): a step emits at "
+                    "most K + 1 tokens; give both figures of one run by --fact"
+                )
+                return
             raise InvalidRequest(
                 f"acceptance_length is {tau:g} at k {k:g} ({sources}): a step emits at most K + 1 "
                 "tokens; give both figures of one run"

@@ -62,7 +62,7 @@ def diagnose_metrics(growth: Metrics, engine: str, num_steps: int) -> dict[str, 
 
     The speedup is left out: the page states it once, and a diagnosis rests on other steps.
     """
-    return _describe(diagnose(collect_evidence(growth, engine))) | {"num_steps": num_steps}
+    return _describe(diagnose(collect_evidence(growth, engine))) | {"num_request_steps": num_steps}
 
 
 def _describe(found: Diagnosis) -> dict[str, object]:

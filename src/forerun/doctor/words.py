@@ -58,9 +58,9 @@ which a controller measures plain decoding, and the last step of each request.""
 
 
 def headline(diagnosis: Diagnosis, *, states_speedup: bool = True) -> str:
-    """Return the verdict in one sentence, and one more if a controller switched drafting off."""
+    """Return the verdict in one sentence, and others on the text and on drafting switched off."""
     off = diagnosis.evidence.number("off_share") or 0.0
-    verdict = _verdict_words(diagnosis, states_speedup)
+    verdict = f"{_verdict_words(diagnosis, states_speedup)} {diagnosis.remark}".rstrip()
     if off < MIN_OFF_SHARE:
         return verdict
     return f"{verdict} The controller planned plain decoding for {off:.0%} of the steps."

@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 from fastapi import APIRouter
 from prometheus_client.core import GaugeMetricFamily, Metric
-from starlette.background import BackgroundTask
 from starlette.responses import Response
 
 import forerun
@@ -227,6 +226,7 @@ class LiveView:
             ],
             "shows_texts": self.shows_texts,
             "diagnosis": self._diagnosis,
+            "diagnosis_age_s": None if self._diagnosis is None else now_s - self._diagnosed_s,
             "last_change": changes[-1].words if changes else None,
             "last_change_age_s": time.time() - changes[-1].noticed_s if changes else None,
         }
@@ -341,7 +341,7 @@ class LiveView:
     def diagnose(self) -> None:
         """Diagnose the latest metrics, if there are new steps and the last diagnosis is old enough.
 
-        It takes some ten milliseconds; call it on a thread on which nothing waits.
+        It takes some ten milliseconds; call it on a thread on which the engine does not wait.
         """
         if self._diagnose is None or not self._diagnosing.acquire(blocking=False):
             return
@@ -419,11 +419,11 @@ def page_router(view: LiveView) -> APIRouter:
 
     @router.get("/live")
     def live() -> Response:
+        view.diagnose()  # at once: the one before may be of long ago
         return Response(
             view.encoded(),
             media_type="application/json",
             headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"},
-            background=BackgroundTask(view.diagnose),
         )
 
     return router

@@ -380,6 +380,18 @@ class Watcher(Struct, kw_only=True):
                 returned.append(sample.series)
         return [*self._begin(at_s, returned), *self._resolve(returned, at_s)]
 
+    @property
+    def missing(self) -> str:
+        """What is missing until a change of any figure can be seen; "" where nothing is."""
+        if any(each.level.num >= _EARLY or each.usual for each in self.series.values()):
+            return ""
+        drafts = self.series.get(f"{_POSITION}1", Cusum())
+        num_drafts = drafts.level.num * drafts.level.size + drafts.under
+        return (
+            f"{num_drafts:.0f} drafts were counted since the first reading, and about "
+            f"{_EARLY * MIN_DRAFTS} are needed"
+        )
+
     def _begin(self, at_s: float, returned: list[str]) -> list[Incident]:
         is_new = any(each.evidence > 1.0 for each in self.series.values())
         begun: list[Incident] = []

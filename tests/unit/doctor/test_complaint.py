@@ -60,10 +60,30 @@ def test_sentences_are_read(text: str, facts: dict[str, object]):
         ("With an 8B draft acceptance is good at K=1 and drops for every larger K.", "k", None),
         ("14.9 with and 23.3 without; at depth 24.8 with and 85.5 without", "tokens_per_s", None),
         ("It should accept more than it does, perhaps.", "acceptance_low", None),
+        ("Acceptance is fine, half again as fast on short prompts.", "acceptance_low", None),
+        ("Decoding is half again as fast on prompts above 4k.", "slower_with_context", None),
     ],
 )
 def test_negations_and_guesses_are_no_facts(text: str, fact: str, value: bool | None):
     assert read(text).get(fact) is value
+
+
+def test_text_that_differs_is_not_put_down_to_rounding_without_a_sign_of_it(capsys):
+    assert main(["diagnose", "answers differ with speculative decoding"]) == 4
+    assert main(["diagnose", "answers differ", "--observed", "output_differs_at_ties"]) == 3
+    assert "equally likely to within rounding" in capsys.readouterr().out
+
+
+def test_a_tau_in_words_that_no_such_k_gives_is_left_out_and_one_given_is_refused(capsys):
+    text = "The mean acceptance length is 9.1 and acceptance is low."
+    assert main(["diagnose", text, "--k", "4"]) in (3, 4)
+    found = capsys.readouterr().out
+    assert "not used: acceptance_length 9.1 at k 4" in " ".join(found.split())
+    main(["diagnose", text, "--k", "4", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert "acceptance_length" in found["supposed"]
+    assert "acceptance_length" not in found["evidence"]
+    assert main(["diagnose", text, "--k", "4", "--fact", "acceptance_length=9.1"]) == 2
 
 
 def test_what_is_not_sure_is_kept_with_its_sentence():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 from tests.records import HEADER, REQUEST, STEP
 
-from forerun.doctor.diagnosis import derive
-from forerun.doctor.evidence import Evidence
+from forerun.doctor.diagnosis import derive, diagnose
+from forerun.doctor.evidence import Evidence, merge
 from forerun.doctor.readers.trace import read_trace_evidence
+from forerun.doctor.words import headline
 from forerun.theory.record import StepRecord
 from forerun.trace.files import Record, open_trace
 
@@ -135,3 +137,19 @@ def test_passes_that_grow_with_the_context(tmp_path: Path, grows: float, answer:
         for index in range(300)
     ]
     assert read(tmp_path, [HEADER, *steps]).flag("slower_with_context") is answer
+
+
+def test_text_that_repeats_itself_is_a_remark_unless_a_person_compares_rates_on_it(tmp_path: Path):
+    dice = random.Random(0)
+    loop = [step(index, dice.choice((0, 1, 2, 3, 4)), token_ids=(1, 2, 3)) for index in range(300)]
+    evidence = read(tmp_path, [HEADER, *loop])
+    evidence.facts.pop("output_repetitive")
+    found = diagnose(evidence)
+    assert found.verdict == "healthy" and found.to_dict()["remark"] == found.remark
+    assert headline(found).endswith("text that repeats itself: 0% of its 4-grams are distinct.")
+    for name, value in (("output_repetitive", True), ("tokens_per_s_plain", 40.0)):
+        told = merge(evidence)
+        told.add(name, value, "given")
+        said = diagnose(told)
+        assert said.verdict == "problem" and not said.remark
+        assert said.causes[0].scored.cause.label == "degenerate_output_inflation"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
@@ -368,8 +369,7 @@ def test_a_strange_state_is_refused(tmp_path, capsys, content):
 
 
 def test_a_reading_without_a_change_says_so(tmp_path, capsys):
-    page = tmp_path / "page.prom"
-    page.write_text(Server().page)
+    page, server = tmp_path / "page.prom", Server()
     arguments = [
         "diagnose",
         "--watch",
@@ -378,9 +378,18 @@ def test_a_reading_without_a_change_says_so(tmp_path, capsys):
         str(tmp_path / "state.json"),
         "--once",
     ]
-    for words in ("first reading, kept in", "no change since the readings in"):
+    needed = "no change can be seen yet: {} drafts were counted since the first reading, and"
+    for num, words in (
+        (0, "first reading, kept in"),
+        (0, needed.format(0)),
+        (30, needed.format(r"[1-9]\d{3}")),
+        *[(30, "")] * 8,
+        (0, "no change since the readings in"),
+    ):
+        server.serve(0.74, num=num)
+        page.write_text(server.page)
         assert main(arguments) == 0
-        assert words in capsys.readouterr().out
+        assert re.search(words, capsys.readouterr().out)
 
 
 def test_a_page_that_cannot_be_read_ends_the_first_reading(tmp_path, capsys):

@@ -8,8 +8,10 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 from tests import tiny
 from tests.records import STEP
 
@@ -149,7 +151,22 @@ def test_a_diagnosis_comes_after_enough_steps(engine, view):
     assert found.verdict in ("healthy", "problem", "inconclusive")
     assert found.headline
     assert not re.search(r"\d x|\dx", " ".join([found.headline, *found.changes]))  # stated once
-    assert found.num_steps >= pages.MIN_DIAGNOSED
+    assert found.num_request_steps >= pages.MIN_DIAGNOSED
+
+
+def test_a_page_that_is_read_again_shows_a_diagnosis_of_what_happened_meanwhile(engine, view):
+    app = FastAPI()
+    app.include_router(live.page_router(view))
+    with TestClient(app) as client:
+        assert client.get("/live").json()["diagnosis"] is None
+        engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)
+        view._encoded = b""  # as after the time for which a snapshot is kept
+        found = client.get("/live").json()
+        assert found["diagnosis"]["num_request_steps"] == sum(view.metrics.totals.plans.values())
+        assert 0.0 <= found["diagnosis_age_s"] < 60.0
+        at_s = view.clock()
+        view.clock = lambda: at_s + 600.0
+        assert client.get("/live").json()["diagnosis_age_s"] >= 600.0
 
 
 def test_the_diagnosis_is_that_of_a_file_of_the_same_metrics(engine, view):
@@ -160,7 +177,7 @@ def test_the_diagnosis_is_that_of_a_file_of_the_same_metrics(engine, view):
     found = shown(view).diagnosis
     page = PrometheusText()
     assert all([page.read(line) for line in lines])
-    expected_page = pages.diagnose_metrics(page.metrics, "forerun", found.num_steps)
+    expected_page = pages.diagnose_metrics(page.metrics, "forerun", found.num_request_steps)
     assert view.snapshot()["diagnosis"] == expected_page
     evidence = pages.collect_evidence(page.metrics, "forerun")
     facts = {fact.name: fact.value for fact in diagnose(evidence).evidence}
@@ -174,7 +191,7 @@ def test_a_diagnosis_rests_on_what_was_counted_since_the_oldest_sample(engine, v
         view.clock = lambda now_s=100.0 * second: now_s
         engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)
         view.diagnose()
-        nums.append(shown(view).diagnosis.num_steps)
+        nums.append(shown(view).diagnosis.num_request_steps)
     total = sum(view.metrics.totals.plans.values())
     assert nums[1] > nums[0] and nums[2] < total - nums[0] + 1
 

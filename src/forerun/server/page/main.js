@@ -134,9 +134,11 @@ function showTimes({ token_times: times, speedup }) {
     : "The time of a step, divided by the tokens that it yields for all requests. The time of plain decoding is not known yet.");
 }
 
-function showDiagnosis({ diagnosis, last_change: change, last_change_age_s: age }) {
+function showDiagnosis({ diagnosis, diagnosis_age_s: since, last_change: change, last_change_age_s: age }) {
   if (change) setText("last-change", `Change noticed ${count(Math.round(age / 60))} min ago: ${change}.`);
   if (!diagnosis) return;
+  const when = since < 60 ? "" : `, ${count(Math.round(since / 60))} min ago`;
+  setText("diagnosis-note", `What forerun diagnose concludes from the latest ${count(diagnosis.num_request_steps)} steps of requests${when}.`);
   const signature = JSON.stringify(diagnosis);
   const panel = byId("headline");
   if (panel.dataset.signature === signature) return;
@@ -146,7 +148,6 @@ function showDiagnosis({ diagnosis, last_change: change, last_change_age_s: age 
   tag.className = `tag ${diagnosis.verdict === "healthy" || diagnosis.verdict === "problem" ? diagnosis.verdict : ""}`;
   tag.textContent = diagnosis.verdict === "inconclusive" ? "open" : diagnosis.verdict;
   panel.textContent = diagnosis.headline;
-  setText("diagnosis-note", `What forerun diagnose concludes from the latest ${count(diagnosis.num_steps)} steps.`);
   const isProblem = diagnosis.verdict === "problem";
   const causes = isProblem ? diagnosis.causes : [];
   byId("causes-title").hidden = !causes.length;
