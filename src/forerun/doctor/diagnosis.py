@@ -602,6 +602,9 @@ class Diagnosis:
         """What is no fault and still changes what the figures are worth; "" where nothing is."""
         share = self.evidence.number("distinct_4gram_share")
         if share is None or share > MOST_REPETITIVE or "output_repetitive" in self.evidence:
+            gain, k = (self.evidence.number(name) for name in ("gain_of_higher_k", "k"))
+            if self.verdict == "healthy" and gain is not None and gain >= MIN_HINT:
+                return f"A K larger than {k:g} may be {gain:.2f} times as fast."
             return ""
         counts = "speedup counts" if "speedup" in self.evidence else "accepted tokens are of"
         return f"The {counts} text that repeats itself: {share:.0%} of its 4-grams are distinct."
@@ -691,6 +694,10 @@ def _add_gap_shares(evidence: Evidence, found: Attribution) -> None:
         evidence.note(f"gap_share_{kind}", found.share(kind), "attribution of the time per token")
 
 
+MIN_HINT = 1.1
+"""Predicted gain of a larger K from which on a healthy run is told of it."""
+NEARLY_ALL = 0.95
+"""Share of fully accepted drafts from which on a small K is a fault even where the run gains."""
 MIN_SYMPTOM = 1.0
 """Weight of a fact against health, in nats, from which on it is a symptom."""
 CHOSEN = ("no_gain", "gain_of_lower_k", "gain_of_higher_k")
@@ -710,6 +717,11 @@ def _add_symptoms(evidence: Evidence) -> None:
         is_off = is_switched_off(evidence)
         harmless = CHOSEN + (HARMLESS if is_off else ())
         seen = [name for name in seen if name not in harmless]
+    gain, full = evidence.facts.get("speedup"), evidence.number("full_accept_share")
+    if gain is not None and full is not None and full < NEARLY_ALL:
+        low = gain.interval.low if gain.interval is not None else float(gain.value)  # type: ignore[arg-type]  # a number by its kind
+        if low > NO_GAIN:  # more to gain is no fault
+            seen = [name for name in seen if name not in ("gain_of_higher_k", "full_accept_share")]
     if seen or list_basis(evidence):
         words = ", ".join(seen) or "no fact speaks against health"
         evidence.note("symptom_seen", bool(seen), words)

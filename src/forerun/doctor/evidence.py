@@ -481,7 +481,8 @@ def _add_constant(evidence: Evidence) -> None:
     tau, depth = evidence.number("acceptance_length"), mean_drafted(evidence)
     if tau is None or depth is None:
         return
-    evidence.note("mean_drafted", depth, "drafted tokens per drafting step")
+    if "mean_drafted" not in evidence:
+        evidence.note("mean_drafted", depth, "drafted tokens per drafting step")
     k = max(1, round(depth))
     if 1.0 <= tau <= k + 1:
         evidence.note("alpha", break_even_alpha(k, tau), "tau solved for a constant acceptance")
@@ -504,6 +505,8 @@ def mean_drafted(evidence: Evidence) -> float | None:
     drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
     tau, rate = evidence.number("acceptance_length"), evidence.number("draft_acceptance_rate")
     k = evidence.number("k")
+    if (known := evidence.number("mean_drafted")) is not None:
+        return known
     if drafted and drafts:
         return drafted / drafts
     if tau is not None and tau > 1.0 and rate:
@@ -637,7 +640,7 @@ def _add_parts(evidence: Evidence) -> None:
 
 
 def _add_linearity(evidence: Evidence) -> None:
-    k, batch = evidence.number("k"), evidence.number("batch")
+    k, batch, nodes = (evidence.number(name) for name in ("k", "batch", "tree_nodes"))
     c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
     if k and c is not None:
         evidence.note("draft_cost_total", k * c, "K c")
@@ -648,7 +651,9 @@ def _add_linearity(evidence: Evidence) -> None:
         slope = max(0.0, (costs[-1] - costs[0]) / (rows[-1] - rows[0]))
         evidence.note("verify_linearity", slope, "slope of v over rows per sequence")
     elif k and v is not None:
-        evidence.note("verify_linearity", max(0.0, v - 1.0) / k, "(v - 1) / K")
+        evidence.note(
+            "verify_linearity", max(0.0, v - 1.0) / (nodes or k), "(v - 1) / drafted rows"
+        )
 
 
 FREE_ROWS = 128.0
@@ -664,8 +669,9 @@ def _add_rows(evidence: Evidence, k: float, batch: float) -> None:
     Where n sequences take 1 + s (n - 1) of the plain step of one, a pass over n (K + 1) rows that
     is no worse than that takes (1 + s (n (K + 1) - 1)) / (1 + s (n - 1)) of a plain step of n.
     """
-    rows = batch * (k + 1)
-    evidence.note("rows", rows, "batch x (K + 1)")
+    nodes = evidence.number("tree_nodes")
+    rows = batch * ((nodes or k) + 1)
+    evidence.note("rows", rows, "batch x (nodes + 1)" if nodes else "batch x (K + 1)")
     on_cpu = any(name.startswith("cpu") for name in evidence.words("device"))
     free = FREE_ROWS_CPU if on_cpu else FREE_ROWS
     evidence.note("rows_over_free", rows / free, f"rows over {free:g}")

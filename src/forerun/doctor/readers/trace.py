@@ -78,6 +78,10 @@ def _add_counts(
     evidence.note("k", totals.ks.most_common(1)[0][0], source)
     by_k = sorted(totals.ks.items())
     evidence.series["K"] = tuple((float(k), float(n), float(n)) for k, n in by_k)
+    depth = sum(depth * num for (depth, _), num in counts.steps.items()) / counts.num_steps
+    if (nodes := counts.num_drafted / counts.num_steps) > depth:
+        evidence.note("tree_nodes", nodes, source)
+        evidence.note("mean_drafted", depth, f"{source}: depth of trees")
     evidence.note("num_emitted", counts.num_emitted, source)
     evidence.note("accepted_per_position", counts.accepted_per_position, source)
     evidence.note("drafted_per_position", counts.drafted_per_position, source)

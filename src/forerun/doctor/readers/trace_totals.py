@@ -89,7 +89,7 @@ class Stretches:
         stretch, first = _stretch_of(drafting, len(names))
         share = _expected_share(drafting)
         accepted = (drafting["num_accepted"] > 0).astype(np.float64)
-        rows = drafting["batch_rows"] // (drafting["depth_drafted"] + 1)
+        rows = drafting["batch_rows"] // (drafting["num_drafted"] + 1)
         around, outcome = _against_others(drafting["previous"], stretch, share)
         for name, place, values in (
             ("all", np.zeros_like(stretch), share),
@@ -432,6 +432,9 @@ class TraceTotals:
         )
 
     def _add_block(self, block: StepBlock) -> None:
+        columns = block.columns  # K is the depth of a draft: of a tree, its budget counts nodes
+        depth, is_tree = columns["depth_drafted"], columns["num_drafted"] > columns["depth_drafted"]
+        columns["k_budget"] = np.where(is_tree, depth, columns["k_budget"])
         self.num_steps += len(block.records)
         self.num_tokens += int(block.columns["num_emitted"].sum())
         self._add_cycles(block)
