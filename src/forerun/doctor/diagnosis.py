@@ -23,6 +23,7 @@ from forerun.doctor.attribution import (
     predict,
 )
 from forerun.doctor.evidence import (
+    AS_FAST,
     ERROR_LEVEL,
     FACTS,
     SLOWER,
@@ -637,6 +638,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     Every figure of the result is a fact of the evidence: readers add those that a source states,
     `derive`, `_add_gap_shares` and `add_predictions` those that follow.
     """
+    evidence = _drop_denied(evidence)
     given, evidence = evidence.facts.keys(), derive(_prefer_measured(evidence))
     evidence.facts.pop("symptom_seen", None)  # follows from the other facts; it is not given
     if _TOLD_OF_REPETITION.isdisjoint(given):  # text that repeats itself is no fault of drafting
@@ -669,6 +671,24 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
         next_test=best_experiment(weights, CAUSES.values(), evidence),
         evidence=evidence,
     )
+
+
+def _drop_denied(evidence: Evidence) -> Evidence:
+    """Return the evidence without an observed slowdown, or none, that both rates deny."""
+    said = evidence.facts.get("slower_than_plain")
+    rates = [evidence.number(name) for name in ("tokens_per_s", "tokens_per_s_plain")]
+    if said is None or said.sentence or rates[0] is None or not rates[1]:
+        return evidence
+    speedup = rates[0] / rates[1]
+    if not (speedup >= AS_FAST if said.value else speedup < SLOWER):
+        return evidence
+    found = merge(evidence)
+    del found.facts[said.name]
+    found.conflicts.append(
+        f"slower_than_plain is {'yes' if said.value else 'no'} ({said.source}), but {rates[0]:g} "
+        f"tokens/s with and {rates[1]:g} without speculation are {speedup:.2f}x; which is right?"
+    )
+    return found
 
 
 def _prefer_measured(evidence: Evidence) -> Evidence:
@@ -799,7 +819,7 @@ def verdict_of(scored: Sequence[ScoredCause], evidence: Evidence, given: Set[str
     # Who complains has seen something, even if no symptom was read of the words.
     is_read = not any(reading.unread or "words" in reading.kinds for reading in evidence.readings)
     is_healthy = evidence.flag("symptom_seen") is False and is_read and not is_seen
-    return "healthy" if is_healthy else "inconclusive"
+    return "healthy" if is_healthy and not evidence.doubts else "inconclusive"
 
 
 def _find_likeliest_fault(scored: Sequence[ScoredCause]) -> ScoredCause:

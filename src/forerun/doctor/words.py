@@ -83,7 +83,8 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
 def _open_words(diagnosis: Diagnosis, has_sections: bool) -> str:
     """Return why there is no verdict, and what would give one; a page shows no test below."""
     if diagnosis.evidence.conflicts:
-        return f"the evidence contradicts itself: {diagnosis.evidence.conflicts[0]}."
+        conflict = diagnosis.evidence.conflicts[0]
+        return f"the evidence contradicts itself: {conflict}{'' if conflict[-1] == '?' else '.'}"
     unread = [part for reading in diagnosis.evidence.readings for part in reading.unread]
     if unread:
         parts = "; ".join(f'"{printable(part[:MAX_PART])}"' for part in unread[:MAX_PARTS])
@@ -91,6 +92,8 @@ def _open_words(diagnosis: Diagnosis, has_sections: bool) -> str:
     elif diagnosis.causes and diagnosis.causes[0].scored.cause.label != "healthy":
         first = diagnosis.causes[0].scored
         why = f"{first.cause.label} is likeliest, with a score of {first.score:.2f}, and not shown."
+    elif doubts := diagnosis.evidence.doubts:
+        why = f"it is unusual that {doubts[0]}."
     else:
         why = "too little is known for a verdict."
     test = diagnosis.next_test
@@ -318,6 +321,7 @@ def _evidence_words(evidence: Evidence) -> Iterator[str]:
         if fact.name not in evidence and FACTS[fact.name].type == "flag":
             flag = "--observed {}" if fact.value is True else "--fact {}=no"
             yield f"{fact.doubt} If so, add {flag.format(fact.name)}."
+    yield from (f"unusual: {doubt}" for doubt in evidence.doubts)
     yield from evidence.notes[:MAX_NOTES]
     for fact in evidence.disagreements:
         known = evidence.facts[fact.name]

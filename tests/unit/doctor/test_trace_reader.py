@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 from msgspec.structs import replace
@@ -440,3 +441,39 @@ def test_a_gaining_run_at_a_small_k_is_healthy_with_a_hint(tmp_path: Path):
     rest = [undrafted(i) for i in range(601, 661)]
     found = diagnose(read(tmp_path / "small.jsonl", [HEADER, *steps, *rest, REQUEST]))
     assert found.verdict == "healthy" and "A K larger than 1 may be" in headline(found)
+
+
+def run_of(accepts: Callable[[int, int], bool], **changes: object) -> list[Record]:
+    """30 requests in turn, 40 drafts each; every position keeps four of five drafts."""
+    random = Random(0)
+    found: list[Record] = [HEADER]
+    for i in range(1200):
+        accepted = next((k for k in range(4) if random.random() >= 0.8), 4) * accepts(i, i % 30)
+        values = {"request_id": f"r{i % 30}", "step": i // 30, "context_tokens": 40 + i // 10}
+        found.append(drafted(i, accepted, **(values | changes)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (run_of(lambda i, request: i >= 240), "none of 228 drafts of 30 requests"),
+        (run_of(lambda i, request: not 600 < i < 660), "none of 38 drafts of 30 requests"),
+        (run_of(lambda i, request: request % 2 == 0 or i < 30), "requests accept 5% of their"),
+        (run_of(lambda i, request: True, other_s=0.4), "96% of a step is neither drafting nor"),
+        (
+            run_of(lambda i, request: True, draft_s=0.0, verify_s=0.0, other_s=0.0),
+            "no step of the trace has a duration",
+        ),
+        (run_of(lambda i, request: True, expected_accepted=0.0), "expected_accepted is 0 in all"),
+        (
+            [*run_of(lambda i, request: True), *(undrafted(i, num_emitted=0) for i in range(50))],
+            "49 steps without a draft emit nothing",
+        ),
+    ],
+)
+def test_what_no_healthy_run_shows_is_not_praised(tmp_path: Path, records, words: str):
+    found = diagnose(read(tmp_path / "unusual.jsonl", records))
+    assert found.verdict == "inconclusive" and words in headline(found)
+    sound = diagnose(read(tmp_path / "sound.jsonl", run_of(lambda i, request: True)))
+    assert sound.verdict == "healthy" and not sound.evidence.doubts
