@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from msgspec.structs import replace
@@ -43,9 +44,13 @@ def log(tmp_path):
 
 
 def trace_of(path: Path, accepted: int, num_steps: int = 300) -> Path:
+    """A trace of K = 4 whose steps accept so many tokens on average, or none."""
+    spread = [-1, 0, 1] if accepted else [0]
+    counts = [accepted + spread[index % len(spread)] for index in range(num_steps)]
+    Random(0).shuffle(counts)
     with open_trace(path) as writer:
         writer.add(HEADER)
-        for index in range(num_steps):
+        for index, accepted in enumerate(counts):
             changes = {"cycle_id": index, "step": index, "t_s": index / 100}
             values = {"num_accepted": accepted, "num_emitted": accepted + 1, "draft_s": 0.001}
             writer.add(replace(STEP, expected_accepted=float(accepted), **values, **changes))

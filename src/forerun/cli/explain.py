@@ -180,9 +180,13 @@ def _figures(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
         if (speedup := known("speedup")) is not None:
             yield f"decoding {speedup:.2f}x plain, steps without a draft included"
         wasted = 1.0 - counts.num_accepted / counts.num_drafted
+        depth = sum(depth * num for (depth, _), num in counts.steps.items())
+        trees = (
+            " (nodes of trees, of which one a level is kept)" if counts.num_drafted > depth else ""
+        )
         yield (
             f"{counts.num_drafted} drafted, {counts.num_accepted} accepted "
-            f"({totals.expected_accepted:.1f} expected), {wasted:.1%} wasted"
+            f"({totals.expected_accepted:.1f} expected), {wasted:.1%} wasted{trees}"
         )
     times = totals.cycles.total
     shares = (

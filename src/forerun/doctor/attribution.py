@@ -286,6 +286,8 @@ def longer(survival: tuple[float, ...], k: int) -> tuple[float, ...]:
 
 def add_predictions(evidence: Evidence, found: Attribution, outlook: Outlook) -> None:
     """Add the best K at these costs, and the gains from a smaller and from a larger K."""
+    if "tree_nodes" in evidence:  # costs of a chain at other K do not follow from those of trees
+        return
     if outlook.table is None and (found.draft_cost is None or _has_few_drafts(evidence)):
         return
     now = outlook.speedup(found.num_speculative_tokens)
@@ -316,6 +318,8 @@ def predict(
 ) -> Prediction | None:
     """Predict the speedup after a remedy; None if tau is unknown or speed is not affected."""
     if found is None or outlook is None or effect == "none":
+        return None
+    if effect == "best_k" and "tree_nodes" in evidence:
         return None
     after = EFFECTS[effect](evidence, found, outlook)
     if after is None:

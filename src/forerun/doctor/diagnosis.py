@@ -23,6 +23,7 @@ from forerun.doctor.attribution import (
     predict,
 )
 from forerun.doctor.evidence import (
+    AS_FAST,
     ERROR_LEVEL,
     FACTS,
     SLOWER,
@@ -602,6 +603,9 @@ class Diagnosis:
         """What is no fault and still changes what the figures are worth; "" where nothing is."""
         share = self.evidence.number("distinct_4gram_share")
         if share is None or share > MOST_REPETITIVE or "output_repetitive" in self.evidence:
+            gain, k = (self.evidence.number(name) for name in ("gain_of_higher_k", "k"))
+            if self.verdict == "healthy" and gain is not None and gain >= MIN_HINT:
+                return f"A K larger than {k:g} may be {gain:.2f} times as fast."
             return ""
         counts = "speedup counts" if "speedup" in self.evidence else "accepted tokens are of"
         return f"The {counts} text that repeats itself: {share:.0%} of its 4-grams are distinct."
@@ -634,6 +638,7 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     Every figure of the result is a fact of the evidence: readers add those that a source states,
     `derive`, `_add_gap_shares` and `add_predictions` those that follow.
     """
+    evidence = _drop_denied(evidence)
     given, evidence = evidence.facts.keys(), derive(_prefer_measured(evidence))
     evidence.facts.pop("symptom_seen", None)  # follows from the other facts; it is not given
     if _TOLD_OF_REPETITION.isdisjoint(given):  # text that repeats itself is no fault of drafting
@@ -668,6 +673,24 @@ def diagnose(evidence: Evidence, costs: CostTable | None = None) -> Diagnosis:
     )
 
 
+def _drop_denied(evidence: Evidence) -> Evidence:
+    """Return the evidence without an observed slowdown, or none, that both rates deny."""
+    said = evidence.facts.get("slower_than_plain")
+    rates = [evidence.number(name) for name in ("tokens_per_s", "tokens_per_s_plain")]
+    if said is None or said.sentence or rates[0] is None or not rates[1]:
+        return evidence
+    speedup = rates[0] / rates[1]
+    if not (speedup >= AS_FAST if said.value else speedup < SLOWER):
+        return evidence
+    found = merge(evidence)
+    del found.facts[said.name]
+    found.conflicts.append(
+        f"slower_than_plain is {'yes' if said.value else 'no'} ({said.source}), but {rates[0]:g} "
+        f"tokens/s with and {rates[1]:g} without speculation are {speedup:.2f}x; which is right?"
+    )
+    return found
+
+
 def _prefer_measured(evidence: Evidence) -> Evidence:
     """Return the evidence without what was said in words and figures of other sources deny."""
     words = {name: fact for name, fact in evidence.facts.items() if fact.sentence}
@@ -691,6 +714,10 @@ def _add_gap_shares(evidence: Evidence, found: Attribution) -> None:
         evidence.note(f"gap_share_{kind}", found.share(kind), "attribution of the time per token")
 
 
+MIN_HINT = 1.1
+"""Predicted gain of a larger K from which on a healthy run is told of it."""
+NEARLY_ALL = 0.95
+"""Share of fully accepted drafts from which on a small K is a fault even where the run gains."""
 MIN_SYMPTOM = 1.0
 """Weight of a fact against health, in nats, from which on it is a symptom."""
 CHOSEN = ("no_gain", "gain_of_lower_k", "gain_of_higher_k")
@@ -710,6 +737,11 @@ def _add_symptoms(evidence: Evidence) -> None:
         is_off = is_switched_off(evidence)
         harmless = CHOSEN + (HARMLESS if is_off else ())
         seen = [name for name in seen if name not in harmless]
+    gain, full = evidence.facts.get("speedup"), evidence.number("full_accept_share")
+    if gain is not None and full is not None and full < NEARLY_ALL:
+        low = gain.interval.low if gain.interval is not None else float(gain.value)  # type: ignore[arg-type]  # a number by its kind
+        if low > NO_GAIN:  # more to gain is no fault
+            seen = [name for name in seen if name not in ("gain_of_higher_k", "full_accept_share")]
     if seen or list_basis(evidence):
         words = ", ".join(seen) or "no fact speaks against health"
         evidence.note("symptom_seen", bool(seen), words)
@@ -787,7 +819,7 @@ def verdict_of(scored: Sequence[ScoredCause], evidence: Evidence, given: Set[str
     # Who complains has seen something, even if no symptom was read of the words.
     is_read = not any(reading.unread or "words" in reading.kinds for reading in evidence.readings)
     is_healthy = evidence.flag("symptom_seen") is False and is_read and not is_seen
-    return "healthy" if is_healthy else "inconclusive"
+    return "healthy" if is_healthy and not evidence.doubts else "inconclusive"
 
 
 def _find_likeliest_fault(scored: Sequence[ScoredCause]) -> ScoredCause:

@@ -81,6 +81,8 @@ MAX_NUMBER = 1e15
 """Largest number of a fact without a limit of its own: counts are exact up to here."""
 MAX_SIMILAR = 8
 """Facts that an unknown name is answered with."""
+ROUNDING = 0.06
+"""Difference of figures that were rounded to one decimal each."""
 MAX_LIST = 4096
 """Entries of the longest list: positions of the deepest draft that a trace may hold."""
 
@@ -191,6 +193,7 @@ class Evidence:
         checks: tests that were made, by the observation; an observation in doubt has no fact.
         changes: what changed during the run, with its time.
         conflicts: what cannot all be true, so that nothing healthy follows from it.
+        doubts: what is so unusual that nothing healthy follows, though no fault is shown.
         supposed: facts that words may mean, which are asked about and not used.
     """
 
@@ -202,6 +205,7 @@ class Evidence:
     checks: dict[str, EvidenceCheck] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
     supposed: dict[str, Fact] = field(default_factory=dict)
 
     def add(self, name: str, value: object, source: str, interval: Interval | None = None) -> None:
@@ -249,6 +253,7 @@ class Evidence:
         self.checks = other.checks | self.checks
         self.changes += other.changes
         self.conflicts += other.conflicts
+        self.doubts += other.doubts
         self.supposed = other.supposed | self.supposed
         self.series = other.series | self.series
 
@@ -269,6 +274,40 @@ class Evidence:
                 f"acceptance_length is {tau:g} at k {k:g} ({sources}): a step emits at most K + 1 "
                 "tokens; give both figures of one run"
             )
+        self.check_accepted()
+        if all(reading.kinds <= {"facts", "words"} for reading in self.readings):
+            for what, meaning in self._find_impossible():
+                raise InvalidRequest(f"{what}: {meaning}; give figures of one run")
+
+    def _find_impossible(self) -> Iterator[tuple[str, str]]:
+        """Yield stated figures that no run has together; engines may take theirs at two times."""
+        accepted, drafts, k = (self.number(n) for n in ("num_accepted", "num_drafts", "k"))
+        drafted, tau = self.numbers("drafted_per_position"), self.number("acceptance_length")
+        is_bare = not drafted and "num_drafted" not in self
+        if accepted is not None and drafts and k and is_bare and accepted > drafts * k:
+            what = f"num_accepted is {accepted:g} at num_drafts {drafts:g} and k {k:g}"
+            yield what, f"{drafts:g} drafts of {k:g} tokens are {drafts * k:g}"
+        if accepted is not None and drafts and tau is not None:
+            counted = 1.0 + accepted / drafts
+            if abs(tau - counted) > max(ROUNDING, 0.02 * counted):
+                what = f"acceptance_length is {tau:g}"
+                yield what, f"{accepted:g} accepted in {drafts:g} drafts are {counted:.2f}"
+        rates = self.numbers("acceptance_rate_per_position")
+        is_fixed = len(set(drafted)) < 2 and self.flag("adaptive_k") is not True
+        for place, (before, after) in enumerate(pairwise(rates), start=1):
+            if is_fixed and after > before + ROUNDING:
+                what = f"acceptance_rate_per_position rises from {before:g} to {after:g}"
+                yield (
+                    f"{what} at position {place + 1}",
+                    "a draft accepted through a position is accepted through the one before it "
+                    "(rates of drafts that reached it are conditional_acceptance_per_position)",
+                )
+        draft_s, cycle_s = self.number("draft_s"), self.number("cycle_s")
+        if draft_s is not None and cycle_s is not None and draft_s > cycle_s * (1.0 + ROUNDING):
+            yield f"draft_s is {draft_s:g} at cycle_s {cycle_s:g}", "drafting is part of a step"
+
+    def check_accepted(self) -> None:
+        """Refuse counts of more accepted than drafted tokens."""
         accepted, drafted = self.number("num_accepted"), self.number("num_drafted")
         if accepted is not None and drafted is not None and accepted > drafted:
             source = self.facts["num_accepted"].source
@@ -481,7 +520,8 @@ def _add_constant(evidence: Evidence) -> None:
     tau, depth = evidence.number("acceptance_length"), mean_drafted(evidence)
     if tau is None or depth is None:
         return
-    evidence.note("mean_drafted", depth, "drafted tokens per drafting step")
+    if "mean_drafted" not in evidence:
+        evidence.note("mean_drafted", depth, "drafted tokens per drafting step")
     k = max(1, round(depth))
     if 1.0 <= tau <= k + 1:
         evidence.note("alpha", break_even_alpha(k, tau), "tau solved for a constant acceptance")
@@ -504,6 +544,8 @@ def mean_drafted(evidence: Evidence) -> float | None:
     drafted, drafts = evidence.number("num_drafted"), evidence.number("num_drafts")
     tau, rate = evidence.number("acceptance_length"), evidence.number("draft_acceptance_rate")
     k = evidence.number("k")
+    if (known := evidence.number("mean_drafted")) is not None:
+        return known
     if drafted and drafts:
         return drafted / drafts
     if tau is not None and tau > 1.0 and rate:
@@ -637,7 +679,7 @@ def _add_parts(evidence: Evidence) -> None:
 
 
 def _add_linearity(evidence: Evidence) -> None:
-    k, batch = evidence.number("k"), evidence.number("batch")
+    k, batch, nodes = (evidence.number(name) for name in ("k", "batch", "tree_nodes"))
     c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
     if k and c is not None:
         evidence.note("draft_cost_total", k * c, "K c")
@@ -648,7 +690,9 @@ def _add_linearity(evidence: Evidence) -> None:
         slope = max(0.0, (costs[-1] - costs[0]) / (rows[-1] - rows[0]))
         evidence.note("verify_linearity", slope, "slope of v over rows per sequence")
     elif k and v is not None:
-        evidence.note("verify_linearity", max(0.0, v - 1.0) / k, "(v - 1) / K")
+        evidence.note(
+            "verify_linearity", max(0.0, v - 1.0) / (nodes or k), "(v - 1) / drafted rows"
+        )
 
 
 FREE_ROWS = 128.0
@@ -664,8 +708,9 @@ def _add_rows(evidence: Evidence, k: float, batch: float) -> None:
     Where n sequences take 1 + s (n - 1) of the plain step of one, a pass over n (K + 1) rows that
     is no worse than that takes (1 + s (n (K + 1) - 1)) / (1 + s (n - 1)) of a plain step of n.
     """
-    rows = batch * (k + 1)
-    evidence.note("rows", rows, "batch x (K + 1)")
+    nodes = evidence.number("tree_nodes")
+    rows = batch * ((nodes or k) + 1)
+    evidence.note("rows", rows, "batch x (nodes + 1)" if nodes else "batch x (K + 1)")
     on_cpu = any(name.startswith("cpu") for name in evidence.words("device"))
     free = FREE_ROWS_CPU if on_cpu else FREE_ROWS
     evidence.note("rows_over_free", rows / free, f"rows over {free:g}")

@@ -68,6 +68,9 @@ def observe(state: WatchState, metrics: Metrics, at_s: float) -> list[Incident]:
     """Add the metrics of a page, read at this Unix time; returns what began or was resolved."""
     if not metrics.totals:  # a server that was just started may have few
         raise InvalidRequest(f"{state.source} holds no metric of an engine that is known")
+    counted = Evidence(readings=[Reading(source=state.source)])
+    metrics_of(metrics).add_to(counted, state.source)
+    counted.check_accepted()
     last, state.last, state.num_failed = state.last, metrics, 0
     seconds, state.last_s = at_s - state.last_s, at_s
     if last is None:

@@ -83,7 +83,8 @@ def _verdict_words(diagnosis: Diagnosis, states_speedup: bool) -> str:
 def _open_words(diagnosis: Diagnosis, has_sections: bool) -> str:
     """Return why there is no verdict, and what would give one; a page shows no test below."""
     if diagnosis.evidence.conflicts:
-        return f"the evidence contradicts itself: {diagnosis.evidence.conflicts[0]}."
+        conflict = diagnosis.evidence.conflicts[0]
+        return f"the evidence contradicts itself: {conflict}{'' if conflict[-1] == '?' else '.'}"
     unread = [part for reading in diagnosis.evidence.readings for part in reading.unread]
     if unread:
         parts = "; ".join(f'"{printable(part[:MAX_PART])}"' for part in unread[:MAX_PARTS])
@@ -91,6 +92,8 @@ def _open_words(diagnosis: Diagnosis, has_sections: bool) -> str:
     elif diagnosis.causes and diagnosis.causes[0].scored.cause.label != "healthy":
         first = diagnosis.causes[0].scored
         why = f"{first.cause.label} is likeliest, with a score of {first.score:.2f}, and not shown."
+    elif doubts := diagnosis.evidence.doubts:
+        why = f"it is unusual that {doubts[0]}."
     else:
         why = "too little is known for a verdict."
     test = diagnosis.next_test
@@ -164,13 +167,19 @@ def _step_words(found: Attribution, evidence: Evidence) -> Iterator[str]:
     k, tau = found.num_speculative_tokens, found.acceptance_length
     c = "" if found.draft_cost is None else f", each for {found.draft_cost:.3f} of a plain step"
     least, mean, most = _drafted_range(evidence, k)
-    if least == most:
+    nodes = evidence.number("tree_nodes")
+    if nodes is not None:
+        deep = f"{k}" if least == most else f"{mean:.1f} on average, from {least} to {most}"
+        yield f"The draft proposes trees of {nodes:.1f} nodes on average; their depth is {deep}{c}."
+        yield f"Below, every step counts as one of K = {k}, the depth of most."
+    elif least == most:
         yield f"The draft proposes {k} tokens, one after the other{c}."
     else:
         yield f"The draft proposes {mean:.1f} tokens on average, from {least} to {most}{c}."
         yield f"Below, every step counts as one of K = {k}."
+    rows = f"{k + 1}" if nodes is None else f"{nodes + 1:.1f}"
     v = "" if found.verify_cost is None else f", for {found.verify_cost:.2f} plain steps"
-    yield f"The target checks all of them in one pass over {k + 1} rows{v}."
+    yield f"The target checks all of them in one pass over {rows} rows{v}."
     yield (
         f"The step keeps the tokens before the first rejection and adds one of the target's own: "
         f"tau = {tau:.2f} tokens per step, of at most {k + 1}."
@@ -197,10 +206,16 @@ def _interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
     first, kept = evidence.number("alpha_1"), tau - 1.0
     drafted = _drafted_range(evidence, k)[1]
     share = "" if first is None else f" Position 1 is accepted in {first:.0%} of the steps;"
-    yield (
-        f"Rows are verified in parallel, but accepted in order: behind a rejection, every row was "
-        f"computed for nothing.{share} of {drafted:.3g} drafted tokens {kept:.2f} are kept."
-    )
+    if "tree_nodes" in evidence:
+        yield (
+            f"A tree holds several tokens for a position, of which one is kept at most: most of "
+            f"its rows are unused by design.{share} of {drafted:.3g} levels {kept:.2f} are kept."
+        )
+    else:
+        yield (
+            f"Rows are verified in parallel, but accepted in order: behind a rejection, every row "
+            f"was computed for nothing.{share} of {drafted:.3g} drafted tokens {kept:.2f} are kept."
+        )
     if found.cycle_cost is None:
         return
     if tau < found.cycle_cost:
@@ -306,6 +321,7 @@ def _evidence_words(evidence: Evidence) -> Iterator[str]:
         if fact.name not in evidence and FACTS[fact.name].type == "flag":
             flag = "--observed {}" if fact.value is True else "--fact {}=no"
             yield f"{fact.doubt} If so, add {flag.format(fact.name)}."
+    yield from (f"unusual: {doubt}" for doubt in evidence.doubts)
     yield from evidence.notes[:MAX_NOTES]
     for fact in evidence.disagreements:
         known = evidence.facts[fact.name]

@@ -386,3 +386,40 @@ def test_a_page_without_sections_says_how_to_make_the_test():
     assert found.next_test is not None
     assert headline(found).endswith(f"{found.next_test.name} (below).")
     assert found.next_test.how in headline(found, states_speedup=False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"num_accepted": 500, "num_drafts": 100, "k": 4}, "500 at num_drafts 100 and k 4"),
+        ({"num_accepted": 200, "num_drafts": 100, "acceptance_length": 2.1}, "is 2.1: .* 3.00"),
+        ({"acceptance_rate_per_position": [0.5, 0.7]}, "rises from 0.5 to 0.7 at position 2"),
+        ({"draft_s": 0.02, "cycle_s": 0.01}, "draft_s is 0.02 at cycle_s 0.01"),
+    ],
+)
+def test_stated_figures_that_no_run_has_together_are_refused(facts, message):
+    evidence = Evidence()
+    for name, value in facts.items():
+        evidence.add(name, value, "test")
+    with pytest.raises(InvalidRequest, match=message):
+        evidence.check_counts()
+
+
+def test_rates_that_rise_where_k_varies_and_rounded_figures_are_no_contradiction():
+    evidence = Evidence()
+    for name, value in {
+        **{"num_accepted": 204, "num_drafts": 100, "k": 2, "acceptance_length": 3.0},
+        **{"num_drafted": 400, "drafted_per_position": [100, 50]},
+        **{"acceptance_rate_per_position": [0.5, 0.7], "draft_s": 0.01, "cycle_s": 0.01},
+    }.items():
+        evidence.add(name, value, "test")
+    evidence.check_counts()
+
+
+def test_rates_that_deny_an_observed_slowdown_are_asked_about():
+    rates = {"tokens_per_s": 70, "tokens_per_s_plain": 60}
+    found = found_from(**rates, slower_than_plain=True)
+    assert found.verdict == "inconclusive" and found.evidence.flag("slower_than_plain") is False
+    assert "slower_than_plain is yes (test), but 70 tokens/s with and 60" in headline(found)
+    assert "which is right?" in headline(found) and "?." not in headline(found)
+    assert not found_from(**rates, slower_than_plain=False).evidence.conflicts

@@ -311,3 +311,15 @@ def test_text_in_place_of_ids(tmp_path, capsys):
                 writer.add(record)
         assert main(["explain", str(path), "--step", "2"]) == 0
         assert ("area" in capsys.readouterr().out) == is_text
+
+
+def test_nodes_of_trees_are_not_called_waste_alone(tmp_path, capsys):
+    path = tmp_path / "trees.jsonl"
+    with open_trace(path) as writer:
+        writer.add(HEADER)
+        for number in range(9):
+            shape = {"num_drafted": 7, "depth_drafted": 2, "num_accepted": 1, "num_emitted": 2}
+            writer.add(replace(STEP, cycle_id=number, step=number, k_budget=7, **shape))
+    assert main(["explain", str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "85.7% wasted (nodes of trees, of which one a level is kept)" in text

@@ -33,6 +33,7 @@ def drafting(accepted: NDArray[np.int64]) -> Columns:
             "t_s": np.arange(number) / 100.0,
             "num_accepted": accepted.ravel(),
             "expected_accepted": accepted.ravel().astype(float),
+            "num_drafted": np.full(number, K),
             "depth_drafted": np.full(number, K),
             "k_budget": np.full(number, K),
             "batch_rows": np.full(number, K + 1),

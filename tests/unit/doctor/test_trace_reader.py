@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from forerun.doctor.diagnosis import derive, diagnose
 from forerun.doctor.evidence import Evidence
 from forerun.doctor.readers import trace_totals as reader
 from forerun.doctor.readers.trace import read_trace_evidence
-from forerun.doctor.words import headline
+from forerun.doctor.words import headline, sections
 from forerun.theory.record import StepRecord
 from forerun.theory.splitmix import INCREMENT, finalise
 from forerun.trace import columns
@@ -412,3 +413,67 @@ def test_a_trace_that_contradicts_itself_is_not_healthy(tmp_path: Path):
     ]
     found = diagnose(read(tmp_path / "t.jsonl", records))
     assert found.verdict == "inconclusive" and "contradicts itself" in headline(found)
+
+
+def test_k_of_trees_is_their_depth_and_their_unused_rows_are_no_waste(tmp_path: Path):
+    """Seven to sixteen nodes are two deep: no step has a third position."""
+    shape = {"depth_drafted": 2, "batch_rows": 8}
+    steps = [
+        drafted(i, i % 3, k_budget=n, num_drafted=n, **shape)
+        for i in range(1, 101)
+        for n in [16 if i % 25 == 0 else 7]
+    ]
+    found = diagnose(read(tmp_path / "trees.jsonl", [HEADER, *steps, REQUEST]))
+    text = " ".join(line for section in sections(found) for line in section.lines)
+    assert found.evidence.number("k") == 2 and found.evidence.number("mean_drafted") == 2.0
+    assert found.evidence.number("tree_nodes") == pytest.approx(7.36)
+    assert "trees of 7.4 nodes on average; their depth is 2" in text and "of at most 3" in text
+    assert "rejected at position 2" in text and "position 3" not in text
+    assert "unused by design" in text and "computed for nothing" not in text
+    assert "adaptive_k" not in found.evidence
+
+
+def test_a_gaining_run_at_a_small_k_is_healthy_with_a_hint(tmp_path: Path):
+    """K = 1, 85% accepted, 1.7 times as fast as plain: that a larger K may gain is no fault."""
+    shape = {"k_budget": 1, "num_drafted": 1, "depth_drafted": 1, "batch_rows": 2}
+    cost = {"draft_s": 0.001, "verify_s": 0.0095, "other_s": 0.0005}
+    steps = [drafted(i, int(i % 20 > 2), **shape, **cost) for i in range(1, 601)]
+    rest = [undrafted(i) for i in range(601, 661)]
+    found = diagnose(read(tmp_path / "small.jsonl", [HEADER, *steps, *rest, REQUEST]))
+    assert found.verdict == "healthy" and "A K larger than 1 may be" in headline(found)
+
+
+def run_of(accepts: Callable[[int, int], bool], **changes: object) -> list[Record]:
+    """30 requests in turn, 40 drafts each; every position keeps four of five drafts."""
+    random = Random(0)
+    found: list[Record] = [HEADER]
+    for i in range(1200):
+        accepted = next((k for k in range(4) if random.random() >= 0.8), 4) * accepts(i, i % 30)
+        values = {"request_id": f"r{i % 30}", "step": i // 30, "context_tokens": 40 + i // 10}
+        found.append(drafted(i, accepted, **(values | changes)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (run_of(lambda i, request: i >= 240), "none of 228 drafts of 30 requests"),
+        (run_of(lambda i, request: not 600 < i < 660), "none of 38 drafts of 30 requests"),
+        (run_of(lambda i, request: request % 2 == 0 or i < 30), "requests accept 5% of their"),
+        (run_of(lambda i, request: True, other_s=0.4), "96% of a step is neither drafting nor"),
+        (
+            run_of(lambda i, request: True, draft_s=0.0, verify_s=0.0, other_s=0.0),
+            "no step of the trace has a duration",
+        ),
+        (run_of(lambda i, request: True, expected_accepted=0.0), "expected_accepted is 0 in all"),
+        (
+            [*run_of(lambda i, request: True), *(undrafted(i, num_emitted=0) for i in range(50))],
+            "49 steps without a draft emit nothing",
+        ),
+    ],
+)
+def test_what_no_healthy_run_shows_is_not_praised(tmp_path: Path, records, words: str):
+    found = diagnose(read(tmp_path / "unusual.jsonl", records))
+    assert found.verdict == "inconclusive" and words in headline(found)
+    sound = diagnose(read(tmp_path / "sound.jsonl", run_of(lambda i, request: True)))
+    assert sound.verdict == "healthy" and not sound.evidence.doubts

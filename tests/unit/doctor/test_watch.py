@@ -491,3 +491,17 @@ def test_a_diagnosis_does_not_show_secrets_of_an_address(url, capsys, monkeypatc
     shown = capsys.readouterr()
     assert "127.0.0.1" in shown.out and "127.0.0.1" in shown.err
     assert SECRET not in shown.out + shown.err and "of-the-server" not in shown.out + shown.err
+
+
+def test_a_page_with_more_accepted_than_drafted_is_refused_as_by_a_diagnosis(tmp_path, capsys):
+    page = tmp_path / "metrics.txt"
+    page.write_text(
+        "vllm:spec_decode_num_drafts_total 100\n"
+        "vllm:spec_decode_num_draft_tokens_total 100\n"
+        "vllm:spec_decode_num_accepted_tokens_total 900\n"
+    )
+    found = []
+    for flags in ((), ("--watch", "--once", "--state", str(tmp_path / "state.json"))):
+        assert main(["diagnose", str(page), *flags]) == 2
+        found.append(capsys.readouterr().err)
+    assert all("900 accepted of 100 drafted tokens" in text for text in found)

@@ -78,6 +78,10 @@ def _add_counts(
     evidence.note("k", totals.ks.most_common(1)[0][0], source)
     by_k = sorted(totals.ks.items())
     evidence.series["K"] = tuple((float(k), float(n), float(n)) for k, n in by_k)
+    depth = sum(depth * num for (depth, _), num in counts.steps.items()) / counts.num_steps
+    if (nodes := counts.num_drafted / counts.num_steps) > depth:
+        evidence.note("tree_nodes", nodes, source)
+        evidence.note("mean_drafted", depth, f"{source}: depth of trees")
     evidence.note("num_emitted", counts.num_emitted, source)
     evidence.note("accepted_per_position", counts.accepted_per_position, source)
     evidence.note("drafted_per_position", counts.drafted_per_position, source)
@@ -444,7 +448,7 @@ def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals) -> None:
     points = []
     width = -(-len(ordered) // MAX_POINTS) or 1
     for start in range(0, len(ordered), width):
-        times_s, num_steps, num_first = zip(*ordered[start : start + width], strict=True)
+        times_s, num_steps, num_first, _ = zip(*ordered[start : start + width], strict=True)
         rate = sum(num_first) / max(1, sum(num_steps))
         points.append((times_s[0] - ordered[0][0], rate, float(sum(num_steps))))
     if points:
@@ -455,7 +459,7 @@ def _check_time(totals: TraceTotals) -> Iterator[EvidenceCheck]:
     """Test whether acceptance fell, at the moment at which it seems to fall most."""
     if len({(header.draft, header.draft_hash) for header in totals.headers}) > 1:
         return  # the drafts of several runs differ, whenever they ran
-    times_s, num_steps, num_first = zip(*sorted(totals.over_time), strict=True)
+    times_s, num_steps, num_first, _ = zip(*sorted(totals.over_time), strict=True)
     if (fall := find_fall(num_first, num_steps)) is not None:
         after_s = times_s[fall.cut] - times_s[0]
         yield EvidenceCheck(
@@ -505,6 +509,87 @@ def _check_requests(stretches: Stretches) -> Iterator[EvidenceCheck]:
         is_absent=not num_refused,
         words=f"{num_refused} of {len(steps)} requests, {expected:.1f} expected by the others",
     )
+
+
+MIN_DOUBTED = 20
+"""Drafts of a request, or accepted tokens of a trace, from which on what is unusual is said."""
+OUTAGE_REQUESTS, OUTAGE_LEVEL = 3, 1e-4
+"""Least requests in a stretch of time that accepts nothing, and its largest probability."""
+APART = (0.05, 0.3, 0.1)
+"""Acceptance of bad requests at most, of all others at least, and the least share of bad ones."""
+MOST_OTHER = 0.9
+"""Share of a step outside drafting and pass, from which on it is unusual."""
+
+
+def _find_doubts(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
+    """Yield what a healthy run does not show, and no test of a fault covers."""
+    counts = totals.acceptance
+    if totals.num_steps and totals.cycles.total.total_s <= 0.0:
+        yield "no step of the trace has a duration"
+    if counts.num_accepted >= MIN_DOUBTED and totals.expected_accepted <= 0.0:
+        yield f"expected_accepted is 0 in all steps, though {counts.num_accepted} were accepted"
+    other_s, cycle_s = evidence.number("other_s"), evidence.number("cycle_s")
+    is_other = other_s is not None and cycle_s and other_s >= MOST_OTHER * cycle_s
+    if other_s is not None and cycle_s and is_other and "speedup" not in evidence:
+        yield f"{other_s / cycle_s:.0%} of a step is neither drafting nor the pass (other_s)"
+    if {METHODS.get(name) for name in totals.methods} & {"ngram"} or evidence.flag(
+        "acceptance_zero"
+    ):
+        return  # copies are accepted as the text goes
+    yield from _find_outage(totals)
+    yield from _find_bad_requests(totals.stretches)
+
+
+def _find_outage(totals: TraceTotals) -> Iterator[str]:
+    """Find a stretch of time in which several requests accepted nothing, as at no other time.
+
+    At the ends of a trace it has to be longer, because the first or last drafts of all requests may
+    be there.
+    """
+    if len({(header.draft, header.draft_hash) for header in totals.headers}) > 1:
+        return
+    points: list[tuple[float, int, int, int]] = sorted(totals.over_time)
+    if not points:
+        return
+    steps, first = (sum(point[i] for point in points) for i in (1, 2))
+    steps_of_none = requests = 0
+    begun_s = 0.0
+    for at_s, num_steps, num_first, num_requests in [*points, (math.inf, 0, 1, 0)]:
+        if not num_first:
+            begun_s = begun_s if steps_of_none else at_s
+            steps_of_none, requests = steps_of_none + num_steps, max(requests, num_requests)
+            continue
+        is_inside = begun_s > points[0][0] and at_s < math.inf
+        least = MIN_DOUBTED if is_inside else max(MIN_DOUBTED, 2 * requests)
+        if steps > steps_of_none >= least and requests >= OUTAGE_REQUESTS:
+            none = 1.0 - first / (steps - steps_of_none)
+            trials = max(requests, steps_of_none / 10.0)
+            if len(points) * none**trials <= OUTAGE_LEVEL:
+                ends_s = min(at_s, points[-1][0]) - points[0][0]
+                yield (
+                    f"none of {steps_of_none} drafts of {requests} requests or more is accepted "
+                    f"from {begun_s - points[0][0]:.1f} to {ends_s:.1f} s after the first draft, "
+                    f"and {1.0 - none:.0%} are at other times"
+                )
+                return
+        steps_of_none = requests = 0
+
+
+def _find_bad_requests(stretches: Stretches) -> Iterator[str]:
+    """Find requests that accept hardly anything where no other request accepts little."""
+    places = stretches.by("all")
+    request = np.unique(stretches.request_ids, return_inverse=True)[1][places.stretch]
+    steps, first = (np.bincount(request, each) for each in (places.num_steps, places.num_first))
+    rates = first[steps >= MIN_DOUBTED] / steps[steps >= MIN_DOUBTED]
+    most, least, share = APART
+    bad = rates <= most
+    lowest = float(rates[~bad].min(initial=1.0))
+    is_common = max(OUTAGE_REQUESTS, share * len(rates)) <= bad.sum() < len(rates)
+    if is_common and lowest >= least:
+        yield (
+            f"{bad.sum()} of {len(rates)} requests accept {most:.0%} of their drafts or fewer at "
+            f"position 1, and all others {lowest:.0%} or more"
+        )
 
 
 METHODS: Mapping[str, str] = load_table("engines")["methods"]["forerun"]
@@ -618,11 +703,18 @@ def evidence_of(totals: TraceTotals, name: str) -> Evidence:
         words = evidence.checks["acceptance_fell_in_run"].words
         evidence.note("acceptance_dropped", True, f"{source}: {words}")
         evidence.changes.append(f"acceptance fell at {words}")
+    if totals.num_empty:
+        evidence.conflicts.append(
+            f"{totals.num_empty} steps without a draft emit nothing, where the target's pass gives "
+            "one token"
+        )
     if totals.num_contradictory:
         evidence.conflicts.append(
             f"{totals.num_contradictory} of {totals.acceptance.num_steps} drafting steps emit "
             "something else than what they accept and one more token"
         )
+    if not (evidence.flag("acceptance_fell_in_run") or evidence.flag("requests_accept_nothing")):
+        evidence.doubts += _find_doubts(totals, evidence)
     _add_setup(evidence, totals, source)
     _add_off_share(evidence, totals, source)
     _add_asked(evidence, totals.requests, source)

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as dataclass_replace
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,7 @@ class Stretches:
         stretch, first = _stretch_of(drafting, len(names))
         share = _expected_share(drafting)
         accepted = (drafting["num_accepted"] > 0).astype(np.float64)
-        rows = drafting["batch_rows"] // (drafting["depth_drafted"] + 1)
+        rows = drafting["batch_rows"] // (drafting["num_drafted"] + 1)
         around, outcome = _against_others(drafting["previous"], stretch, share)
         for name, place, values in (
             ("all", np.zeros_like(stretch), share),
@@ -346,13 +347,14 @@ class TraceTotals:
         stretches: acceptance of drafting steps by stretch and by properties of the steps.
         num_off: decode steps with K = 0.
         over_time: mean time of slices of the trace, their drafting steps, and how many of these
-            accepted at least one token.
+            accepted at least one token, and of how many requests they are.
         num_pairs: decode steps whose previous step is in the trace.
         num_k_changes: how many of these pairs have different K.
         k_swing: sums over the pairs of twice the rises of K, and of K.
         num_k_rises: how many of the pairs have a larger K in the second step; at the end of a
             request K only falls.
         squares: sum over drafting steps of (accepted - expected) squared.
+        num_empty: steps without a draft or prompt, not the last of a request, that emit nothing.
         num_contradictory: drafting steps, not the last of a request, that emit other than what they
             accept and one more token.
         excess: tests of whether more or less is accepted than expected.
@@ -377,13 +379,14 @@ class TraceTotals:
     drafting_steps: Counter[str] = field(default_factory=Counter)
     request_steps: Counter[str] = field(default_factory=Counter)
     num_off: int = 0
-    over_time: list[tuple[float, int, int]] = field(default_factory=list)
+    over_time: list[tuple[float, int, int, int]] = field(default_factory=list)
     num_pairs: int = 0
     num_k_changes: int = 0
     num_k_rises: int = 0
     k_swing: tuple[int, int] = (0, 0)
     graph_hits: Counter[bool] = field(default_factory=Counter)
     squares: float = 0.0
+    num_empty: int = 0
     num_contradictory: int = 0
     excess: ExcessTest = field(default_factory=ExcessTest)
     overlap: tuple[float, int] = (0.0, 0)
@@ -432,6 +435,10 @@ class TraceTotals:
         )
 
     def _add_block(self, block: StepBlock) -> None:
+        columns = block.columns  # K is the depth of a draft: of a tree, its budget counts nodes
+        depth, is_tree = columns["depth_drafted"], columns["num_drafted"] > columns["depth_drafted"]
+        k = np.where(is_tree, depth, columns["k_budget"])
+        block = dataclass_replace(block, columns={**columns, "k_budget": k})
         self.num_steps += len(block.records)
         self.num_tokens += int(block.columns["num_emitted"].sum())
         self._add_cycles(block)
@@ -439,6 +446,9 @@ class TraceTotals:
         self._add_times(chosen(block.columns, block.columns["num_drafted"] > 0))
         steps = with_previous(block.columns)
         self._add_changes(steps)
+        is_plain = (steps["num_drafted"] == 0) & (steps["num_prefill_rows"] == 0)
+        is_empty = is_plain & (steps["num_emitted"] == 0) & steps["is_followed"]
+        self.num_empty += int(is_empty.sum())
         drafting = chosen(steps, steps["num_drafted"] > 0)
         wrong = drafting["num_emitted"] != drafting["num_accepted"] + 1
         self.num_contradictory += int((wrong & drafting["is_followed"]).sum())
@@ -505,7 +515,8 @@ class TraceTotals:
         for start in range(0, len(times_s), size):
             part = accepted[start : start + size]
             mean_s = float(times_s[start : start + size].mean())
-            self.over_time.append((mean_s, len(part), int(part.sum())))
+            requests = len(np.unique(drafting["request"][start : start + size]))
+            self.over_time.append((mean_s, len(part), int(part.sum()), requests))
 
 
 def read_totals(path: Path) -> TraceTotals:
