@@ -42,7 +42,7 @@ def files_entered(arguments: Sequence[str]) -> set[str]:
     return {name for name in names if not name.startswith(SHELL)}
 
 
-@pytest.mark.parametrize(("kind", "most"), [("log", 12), ("trace", 17)])
+@pytest.mark.parametrize(("kind", "most"), [("log", 11), ("trace", 16)])
 def test_evidence_enters_few_files(kind: str, most: int, tmp_path: Path) -> None:
     """The aim is ten; a ceiling is only lowered."""
     path = tmp_path / "evidence.jsonl"

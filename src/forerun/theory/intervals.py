@@ -1,4 +1,4 @@
-"""Intervals of proportions, means, ratios and medians, a discounted ratio, and a uniformity test.
+"""Intervals of proportions, means, ratios and medians, and tests of uniformity and of a fall.
 
 Nothing here assumes a normal sample, and only `normal_interval` a normal estimate. Resampling draws
 its indices from a hash of (seed, resample, draw), so an interval is a function of its arguments.
@@ -10,10 +10,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from forerun.theory.splitmix import INCREMENT, MASK, finalise
 
 MASK_32 = (1 << 32) - 1
+_LIKE_DRAFTS = 10.0
+"""Drafts of one text are alike, so that so many of them count as one in a comparison."""
+_LEAST_FALL = 0.1
+"""Least difference that is a fall, and its least share of what was before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,3 +329,46 @@ def ks_p_value(distance: float, num_values: int) -> float:
 
     root = math.sqrt(num_values)
     return float(kolmogorov((root + 0.12 + 0.11 / root) * distance))
+
+
+class Fall(NamedTuple):
+    """The moment at which a share fell most.
+
+    Attributes:
+        cut: index of the first count after it.
+        p_value: probability of such a fall, at any moment, by chance.
+    """
+
+    cut: int
+    before: float
+    now: float
+    p_value: float
+
+
+def find_fall(over: Sequence[float], under: Sequence[float]) -> Fall | None:
+    """Return when `over` of `under`, counts in order of time, fell most; None where it did not.
+
+    The error is the larger one of those between drafts, were all alike, and between the counts.
+    """
+    parts = [(a, n, a * a, a * n, n * n) for a, n in zip(over, under, strict=True)]
+    before, after = [0.0] * 5, [sum(column) for column in zip(*parts, strict=True)] or [0.0] * 5
+    usual = min(0.99, max(0.01, after[0] / max(1.0, after[1])))
+    best, found = 0.0, None
+    for cut, part in enumerate(parts[:-1], start=1):
+        before = [x + y for x, y in zip(before, part, strict=True)]
+        after = [x - y for x, y in zip(after, part, strict=True)]
+        if min(before[1], after[1]) < 1.0:
+            continue
+        (high, one), (low, other) = map(_measure_share, (before, after))
+        of_drafts = _LIKE_DRAFTS * usual * (1.0 - usual) * (1.0 / before[1] + 1.0 / after[1])
+        t = (high - low) / math.sqrt(max(of_drafts, one + other))
+        if t > best and high - low >= max(_LEAST_FALL, _LEAST_FALL * high):
+            best, found = t, (cut, high, low)
+    return found and Fall(*found, min(1.0, len(parts) * math.erfc(best / math.sqrt(2.0)) / 2.0))
+
+
+def _measure_share(sums: Sequence[float]) -> tuple[float, float]:
+    """Return a share, and its variance by the spread of the counts."""
+    over, under, squares, products, weights = sums
+    share = over / under
+    return share, (squares - 2.0 * share * products + share * share * weights) / under**2

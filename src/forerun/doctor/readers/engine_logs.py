@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forerun.doctor.evidence import ERROR_LEVEL, Evidence, EvidenceCheck, load_table
-from forerun.trace.change_points import find_fall
+from forerun.theory.intervals import find_fall
 
 MAX_POSITIONS = 64
 METHODS: Mapping[str, Mapping[str, str]] = load_table("engines")["methods"]

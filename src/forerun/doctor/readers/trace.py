@@ -45,9 +45,14 @@ from forerun.theory.figures import (
     estimate_ratio,
     merge_seconds,
 )
-from forerun.theory.intervals import Interval, normal_interval, student_tail, wilson_interval
+from forerun.theory.intervals import (
+    Interval,
+    find_fall,
+    normal_interval,
+    student_tail,
+    wilson_interval,
+)
 from forerun.theory.record import RequestRecord, TraceHeader
-from forerun.trace.change_points import find_fall
 from forerun.trace.columns import Mask
 
 MIN_PAIRS = 50
