@@ -117,7 +117,7 @@ def arms_of(options: argparse.Namespace) -> tuple[list[Arm], str]:
             for k in options.ks:
                 engines[f"forerun {name} K={k}"] = plain.with_draft(drafter, k)
             engines[f"forerun {name} auto"] = build_controlled_engine(
-                plain, drafter, max(options.ks), "auto", {}
+                plain, drafter, max(options.ks), "auto"
             )
         arms += [
             Arm(name=name, weights=weights, generate=timed(engine, options.temperature))
