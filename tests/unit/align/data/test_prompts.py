@@ -153,8 +153,8 @@ def test_ids_of_a_record_are_used_as_they_are(write_lines, chat):
     [
         ({"token_ids": [1]}, '"token_ids" without the "prompt_ids"'),
         ({"prompt_ids": [1 << 40], "token_ids": [1]}, "not in this model's vocabulary"),
-        ({"prompt_ids": [1, True]}, r"got `bool` - at `\$\.prompt_ids"),
-        ({"prompt_ids": "1"}, r"got `str` - at `\$\.prompt_ids"),
+        ({"prompt_ids": [1, True]}, r"prompt_ids\[1\] is True; it must be a whole number"),
+        ({"prompt_ids": "1"}, "prompt_ids is '1'; it must be a list"),
         ({"prompt_ids": [1], "token_ids": [1]}, "are of another model"),
     ],
 )
