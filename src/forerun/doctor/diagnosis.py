@@ -393,14 +393,14 @@ class Cause:
     remedies: tuple[Remedy, ...]
 
 
-SYMPTOM = -3.5
+SYMPTOM_WEIGHT = -3.5
 """Weight against health of an observation that a healthy run does not have."""
 
 
 def _load_causes() -> Iterator[Cause]:
     table = load_table("causes")
     families = msgspec.convert(table["families"], dict[str, tuple[Sign, ...]])
-    families["health"] = tuple(Sign(fact=name, yes=SYMPTOM) for name in table["symptoms"])
+    families["health"] = tuple(Sign(fact=name, yes=SYMPTOM_WEIGHT) for name in table["symptoms"])
     for cause in msgspec.convert(table["cause"], tuple[Cause, ...]):
         yield replace(cause, signs=cause.signs + families.get(cause.family, ()))
 

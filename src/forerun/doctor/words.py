@@ -107,7 +107,7 @@ def _problem_words(diagnosis: Diagnosis) -> str:
     causes = [ranked.scored for ranked in diagnosis.causes]
     seen = next((name for name in CONCLUSIVE if diagnosis.evidence.flag(name)), "")
     # A cause that only what is seen speaks for says less than that.
-    if causes and causes[0].score >= NAMED and not (seen and _says_no_more(causes[0])):
+    if causes and causes[0].score >= NAMED and not (seen and _repeats_observation(causes[0])):
         return causes[0].cause.what
     if causes and (not seen or family_score(causes) >= NAMED):
         return OF_FAMILY[causes[0].cause.family]
@@ -116,7 +116,8 @@ def _problem_words(diagnosis: Diagnosis) -> str:
     return f"{why} Why is open{': ' * bool(alike)}{' or '.join(alike[:2])}."
 
 
-def _says_no_more(item: ScoredCause) -> bool:
+def _repeats_observation(item: ScoredCause) -> bool:
+    """Whether a cause rests on one observation alone, which does not decide for it."""
     first, *others = item.evidence_for
     return not others and first.weight < DECISIVE
 

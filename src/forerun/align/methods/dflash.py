@@ -135,14 +135,12 @@ class BlocksOverTarget(nn.Module):
     ) -> PassStates:
         """Run the blocks of all rows that have a loss; see `PassLoss`."""
         assert isinstance(self.embedding, Tensor)
-        states = compute_blocks(self.head, self.embedding, batch, rows.features, learning.any(0))
+        active = learning.any(0)
+        states = compute_blocks(self.head, self.embedding, batch, rows.features, active)
         output = self.output if self.head.lm_head is None else self.head.lm_head.weight
         assert isinstance(output, Tensor)
         return PassStates(
-            hidden=[
-                states[:, number][of_pass[learning.any(0)]]
-                for number, of_pass in enumerate(learning)
-            ],
+            hidden=[states[:, number][of_pass[active]] for number, of_pass in enumerate(learning)],
             head=DraftHead(weight=output),
             target_ids=self.head.target_ids if self.head.config.own_output else None,
         )

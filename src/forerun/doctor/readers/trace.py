@@ -481,7 +481,7 @@ MIN_OF_REQUEST = 3
 """Drafts of a request from which on it counts that it accepts nothing."""
 MIN_REFUSED = 0.04
 """Least share of requests that accept nothing; single texts may be foreign to a draft."""
-MEANS, ALIKE = np.linspace(0.02, 0.98, 49)[:, None], np.geomspace(1.0, 24.0, 10)
+MEAN_GRID, PRECISION_GRID = np.linspace(0.02, 0.98, 49)[:, None], np.geomspace(1.0, 24.0, 10)
 """Beta distributions of the acceptance of requests: means, and precisions. More would take all
 texts to be alike."""
 FITTING = 0.5
@@ -498,8 +498,8 @@ def _check_requests(stretches: Stretches) -> Iterator[EvidenceCheck]:
     if num_refused == len(steps):
         return
     kinds, numbers = np.unique(np.stack([steps, first]), axis=1, return_counts=True)
-    fit, refused = np.zeros((len(MEANS), len(ALIKE))), np.zeros((len(MEANS), len(ALIKE)))
-    hits, misses = MEANS * ALIKE, (1.0 - MEANS) * ALIKE
+    fit, refused = np.zeros((2, len(MEAN_GRID), len(PRECISION_GRID)))
+    hits, misses = MEAN_GRID * PRECISION_GRID, (1.0 - MEAN_GRID) * PRECISION_GRID
     for (num, accepted), number in zip(kinds.T, numbers, strict=True):
         none = np.exp(betaln(hits, misses + num) - betaln(hits, misses))
         refused += number * none
