@@ -1,0 +1,44 @@
+"""Settings of `forerun tune`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.errors import Range, check_ranges
+from forerun.tune.arms import Load
+
+RANGES = (
+    Range("max_tokens", 16, 4096, integer=True),
+    Range("minutes", 0, above_low=True),
+    Range("audit_tokens", 0, integer=True),
+    Range("ready_s", 1),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneConfig:
+    """Settings of one run.
+
+    Attributes:
+        loads: each has a fastest setting of its own.
+        max_tokens: longest answer of a measured request.
+        minutes: after so long, servers' starts included, the arms that are left are ranked by what
+            is known of them.
+        audit_tokens: output tokens of the audit of every setting that would be recommended; 0
+            recommends without one, and says so.
+        one_at_a_time: whether at most one server runs; None decides by the memory of the first.
+        ready_s: seconds after which a server that answers nothing is given up.
+
+    Raises:
+        InvalidRequest: a value is out of range; the message names it.
+    """
+
+    loads: tuple[Load, ...] = (Load(),)
+    max_tokens: int = 128
+    minutes: float = 30.0
+    audit_tokens: int = 4000
+    one_at_a_time: bool | None = None
+    ready_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_ranges(self, *RANGES)
