@@ -188,7 +188,7 @@ class Race:
             seconds_left: for further rounds.
             arm_s: seconds that every arm needs in a round beside its blocks, such as for a start.
         """
-        dropped = []
+        dropped = list[GivenUp]()
         for load in self.loads:
             number = len(self._shared(load))
             if number <= self._num_compared[load] or len(self._rivals(load)) < 2:
@@ -208,7 +208,7 @@ class Race:
 
     def _save_time(self, seconds_left: float, arm_s: float) -> list[GivenUp]:
         """Give up the slower half of the arms at the costliest load until a round fits the time."""
-        dropped = []
+        dropped = list[GivenUp]()
         while True:
             costs = {load: self._round_s(load) for load in self.loads if not self.is_decided(load)}
             arms = {arm for load in costs for arm in self.living(load)}
@@ -243,7 +243,7 @@ class Race:
         )
 
     def recommend(self, load: Load) -> Standing:
-        """Return the fastest arm that is left, or the baseline where it is not shown to be faster."""
+        """Return the fastest arm that is left if it is shown to pay, and else the baseline."""
         ranked = self.rank(load)
         if pays(ranked[0].speedup):
             return ranked[0]
