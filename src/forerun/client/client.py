@@ -62,6 +62,8 @@ class Timings(msgspec.Struct, frozen=True):
     """Counts that llama.cpp adds to the last event of a stream."""
 
     draft_n: Count = 0
+    draft_n_accepted: Count = 0
+    predicted_n: Count = 0
 
 
 class _Message(msgspec.Struct, frozen=True):
