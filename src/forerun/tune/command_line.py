@@ -71,10 +71,9 @@ def plan_arms(
     dialect = DIALECTS[command.engine]
     arms: dict[str, Arm] = {}
     for speculation in dialect.list_speculations(command, drafts, ks):
-        name = speculation.label
-        if name in arms:
-            name += "".join(f" {key} {value}".rstrip() for key, value in speculation.options)
-        port = next(ports)
+        name, port = speculation.label, next(ports)
+        if name in arms:  # other options, or weights of the same name in another folder
+            name = f"{name} ({len(arms)})"
         arms[name] = Arm(
             name=name,
             url=f"http://127.0.0.1:{port}/v1",
@@ -113,8 +112,8 @@ def _check_words(words: Sequence[str], environment: Mapping[str, str]) -> None:
             "each with --url"
         )
     for word in words:
-        if word and set(word) <= set("();<>|&"):
-            raise InvalidRequest(f"{word!r} is for a shell, and tune uses none: leave it out")
+        if word == "..." or (word and set(word) <= set("();<>|&")):
+            raise InvalidRequest(f"tune starts no shell, which {word!r} is for: leave it out")
     for name in filter(SPECULATIVE_VARIABLE.fullmatch, environment):
         raise InvalidRequest(f"{name} sets speculation: write its flag in place of the variable")
 

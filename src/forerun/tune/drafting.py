@@ -41,17 +41,26 @@ def compare_pages(before: str, after: str) -> Drafting | None:
     Returns:
         None if the page counts no drafts.
     """
-    growth = read_page(after).metrics.since(read_page(before).metrics)
+    page = read_page(after).metrics
+    growth = page.since(read_page(before).metrics)
     tally = metrics_of(growth)
-    counts = {name: round(count) for name, count in tally.counts.items()}
-    if "num_accepted" in counts:
+    steps = round(growth.totals.get("sglang:spec_verify_calls", 0.0))
+    if steps:  # SGLang counts no drafts, but every step of a sequence drafts one of a fixed size
+        size = page.totals.get("sglang:spec_num_draft_tokens", 1.0) - 1.0
+        num_tokens = round(growth.totals.get("sglang:generation_tokens", 0.0))
         return Drafting(
-            num_drafts=counts.get("num_drafts", 0),
-            num_drafted=counts.get("num_drafted", 0),
-            num_accepted=counts["num_accepted"],
-            accepted_per_position=tuple(map(round, tally.per_position)),
+            num_drafts=steps,
+            num_drafted=round(steps * size),
+            num_accepted=max(0, num_tokens - steps),
         )
-    return None
+    if "num_accepted" not in tally.counts:
+        return None
+    return Drafting(
+        num_drafts=round(tally.counts.get("num_drafts", 0.0)),
+        num_drafted=round(tally.counts.get("num_drafted", 0.0)),
+        num_accepted=round(tally.counts["num_accepted"]),
+        accepted_per_position=tuple(map(round, tally.per_position)),
+    )
 
 
 def sum_timings(timings: Iterable[Timings]) -> Drafting | None:

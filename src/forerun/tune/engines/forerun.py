@@ -10,7 +10,7 @@ from itertools import islice
 from forerun.drafters.config import AUTO
 from forerun.models.catalog import DEFAULT_TARGET, PREFIX, ZOO, ZOO_DRAFTS
 from forerun.tune.arms import NONE, ServerCommand, Speculation
-from forerun.tune.engines.base import SOME_DRAFT, EngineDialect, Flag
+from forerun.tune.engines.base import SOME_DRAFT, EngineDialect, Flag, write_options
 
 FIXED = ("--controller", "fixed")
 K_FLAGS = ("--k", "--num-speculative-tokens")
@@ -23,9 +23,11 @@ MOST_CACHED = 2
 class ForerunDialect(EngineDialect):
     """`forerun serve TARGET`: methods are the words of --draft, "draft" stands for models."""
 
+    model_first = True
     name = "forerun"
     programs = (("forerun", "serve"), ("-m", "forerun", "serve"))
     model_flags = frozenset({"--model", "--target"})
+    default_model = DEFAULT_TARGET
     address_flags = EngineDialect.address_flags - {"--api-key"} | {"--api-keys"}
     pattern = re.compile("--(draft|k|num-speculative-tokens|tree|controller|profile)")
     methods: Mapping[str, str] = {
@@ -34,11 +36,6 @@ class ForerunDialect(EngineDialect):
         **dict.fromkeys(("eagle", "eagle3", "dflash"), SOME_DRAFT),
     }
     weightless = frozenset((*WORDS, AUTO, "self:int8", "mtp"))
-    usual_ks: Mapping[str, tuple[int | None, ...]] = {
-        SOME_DRAFT: (None, 4),
-        AUTO: (None,),
-        **dict.fromkeys((*WORDS, "self:int8", "mtp"), (None,)),
-    }
 
     def read_flags(self, flags: Sequence[Flag]) -> Speculation:
         drafts: list[str] = []
@@ -46,11 +43,11 @@ class ForerunDialect(EngineDialect):
         options: list[tuple[str, str]] = []
         for flag in flags:
             if flag.name == "--draft":
-                drafts += (flag.value or "").split(",")
+                drafts += flag.value.split(",")
             elif flag.name in K_FLAGS:
                 k = flag.count()
             else:
-                options.append((flag.name, flag.value or ""))
+                options.append((flag.name, flag.value))
         draft = ",".join(drafts) or AUTO
         if draft == NONE or k == 0:
             return Speculation()
@@ -66,25 +63,20 @@ class ForerunDialect(EngineDialect):
         words = ["--draft", speculation.draft or speculation.method]
         if speculation.k is not None:
             words += ["--k", str(speculation.k)]
-        for name, value in speculation.options:
-            words += [name, value] if value else [name]
-        return tuple(words)
+        return (*words, *write_options(speculation.options))
+
+    def choose_ks(self, speculation: Speculation) -> tuple[int | None, ...]:
+        return (None,) if speculation.draft is None else (None, 4)
 
     def list_usual(self, command: ServerCommand, drafts: Sequence[str]) -> Sequence[Speculation]:
         """Return "auto" and, unless drafts are named, those at hand."""
         at_hand = () if drafts else list_drafts_at_hand(command.model or DEFAULT_TARGET)
         return [Speculation(method=AUTO), *map(self.parse_draft, at_hand)]
 
-    def set_k(self, speculation: Speculation, k: int | None) -> Speculation:
-        """Draft K tokens in every step."""
-        if k is None:
-            return speculation
+    def set_k(self, speculation: Speculation, k: int) -> Speculation:
         names = ("--tree", FIXED[0])
         kept = [(name, value) for name, value in speculation.options if name not in names]
         return replace(speculation, k=k, options=(*kept, FIXED))
-
-    def find_default_model(self, arguments: Sequence[str]) -> str | None:
-        return DEFAULT_TARGET
 
 
 def list_drafts_at_hand(target: str) -> tuple[str, ...]:

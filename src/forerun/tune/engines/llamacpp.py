@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forerun.errors import InvalidRequest
 from forerun.tune.arms import NONE, ServerCommand, Speculation
-from forerun.tune.engines.base import SOME_DRAFT, EngineDialect, Flag
+from forerun.tune.engines.base import SOME_DRAFT, EngineDialect, Flag, write_options
 
 TYPE = "--spec-type"
 K_FLAG = "--spec-draft-n-max"
@@ -22,9 +22,11 @@ K_FLAGS = {
     f"ngram-{kind}": f"--spec-ngram-{kind}-size-m" for kind in ("simple", "map-k", "map-k4v")
 } | {"ngram-mod": "--spec-ngram-mod-n-max"}
 """Flags that limit the drafts of a method; other methods have `K_FLAG`."""
-MODEL_FLAGS = {"-md", "--model-draft", "--spec-draft-model"}
-HUB_FLAGS = {"-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"}
-FAMILY = "--fim-qwen-7b-spec", "--fim-qwen-14b-spec"
+DRAFT_FLAGS = frozenset(
+    "-md --model-draft --spec-draft-model -hfd -hfrd --hf-repo-draft --spec-draft-hf".split()
+)
+KINDS = ("simple", "eagle3", "mtp", "dflash", "dspark")
+FAMILIES = frozenset({"--fim-qwen-7b-spec", "--fim-qwen-14b-spec"})
 
 
 class LlamaCppDialect(EngineDialect):
@@ -38,56 +40,34 @@ class LlamaCppDialect(EngineDialect):
         r"--(no-)?spec-.*|--(draft|hf-repo-draft|.*-draft)|--draft-.*|--fim-qwen-.*-spec"
         r"|-(md|ngld|hfr?d|td|tbd|cd|devd|otd|cmoed|ncmoed|ctkd|ctvd|Cd|Crd|Cbd|Crbd)"
     )
-    switches = frozenset(
-        (
-            *("--spec-default", "--spec-draft-cpu-moe", "--cpu-moe-draft", "-cmoed"),
-            *("--spec-draft-backend-sampling", "--no-spec-draft-backend-sampling", *FAMILY),
-        )
+    switches = FAMILIES | set(
+        "--spec-default --spec-draft-cpu-moe --cpu-moe-draft -cmoed --spec-draft-backend-sampling "
+        "--no-spec-draft-backend-sampling".split()
     )
     metrics_flag = "--metrics"
     methods: Mapping[str, str] = {
-        **{word: word for word in (*K_FLAGS, "ngram-cache")},
-        **{f"draft-{kind}": f"draft-{kind}" for kind in ("simple", "mtp", "dspark")},
-        **{kind: f"draft-{kind}" for kind in ("mtp", "eagle3", "dflash")},
-        **{f"draft-{kind}": f"draft-{kind}" for kind in ("eagle3", "dflash")},
-        **{SOME_DRAFT: "draft-simple", "ngram": "ngram-simple"},
+        **{word: word for word in (*K_FLAGS, "ngram-cache", *map("draft-{}".format, KINDS))},
+        **{kind: f"draft-{kind}" for kind in KINDS},
+        **{"ngram": "ngram-simple", SOME_DRAFT: "draft-simple"},
     }
     weightless = frozenset({*K_FLAGS, "ngram-cache", "draft-mtp"})
     usual = tuple(Speculation(method=f"ngram-{kind}") for kind in ("simple", "map-k", "mod"))
-    usual_ks: Mapping[str, tuple[int | None, ...]] = {
-        "ngram-simple": (None, 8),
-        "ngram-map-k": (None,),
-        "ngram-mod": (None,),
-        "ngram-cache": (None,),
-        "draft-mtp": (1, 3),
-        "draft-simple": (2, 4, 8),
-    }
-    takes_model_first = False
 
     def read_flags(self, flags: Sequence[Flag]) -> Speculation:
-        method, draft, options = "", None, list[tuple[str, str]]()
-        counts: dict[str, int] = {}
-        for flag in flags:
-            if flag.name in FAMILY:
-                raise InvalidRequest(f"{flag.name} names both models; write -hf and -hfd instead")
-            if flag.name == TYPE:
-                method = flag.value or ""
-            elif flag.name in MODEL_FLAGS | HUB_FLAGS:
-                draft = flag.value
-            elif flag.name in (K_FLAG, *OLD_K_FLAGS, *K_FLAGS.values()):
-                counts[K_FLAG if flag.name in OLD_K_FLAGS else flag.name] = flag.count()
-            else:
-                options.append((flag.name, flag.value or ""))
-        if not method and draft is not None:
-            method = "draft-simple"
-        elif not method:
-            method = "default" if ("--spec-default", "") in options else NONE
-        k_flag = _find_k_flag(method)
-        k = counts.pop(k_flag, None)
-        if k is None and K_FLAG in counts and not {K_FLAG} & {flag.name for flag in flags}:
-            k = counts.pop(K_FLAG)  # old builds have one flag for all methods
-        options += [(name, str(count)) for name, count in counts.items()]
-        return Speculation(method=method, draft=draft, k=k, options=tuple(options))
+        values = {flag.name: flag.value for flag in flags}
+        if family := values.keys() & FAMILIES:
+            raise InvalidRequest(f"{family.pop()} names both models: write -hf and -hfd instead")
+        draft = next((value for name, value in values.items() if name in DRAFT_FLAGS), None)
+        implied = NONE if draft is None else "draft-simple"
+        method = values.get(TYPE, "default" if "--spec-default" in values else implied)
+        k_flags = {_find_k_flag(method), *OLD_K_FLAGS}
+        named = {TYPE, *DRAFT_FLAGS, *k_flags}
+        return Speculation(
+            method=method,
+            draft=draft,
+            k=next((flag.count() for flag in reversed(flags) if flag.name in k_flags), None),
+            options=tuple((flag.name, flag.value) for flag in flags if flag.name not in named),
+        )
 
     def write_flags(self, speculation: Speculation, command: ServerCommand) -> tuple[str, ...]:
         method, draft = speculation.method, speculation.draft
@@ -102,24 +82,22 @@ class LlamaCppDialect(EngineDialect):
             words += ["-md" if is_file else "-hfd", draft]
         if speculation.k is not None:
             words += [old or _find_k_flag(method), str(speculation.k)]
-        for name, value in speculation.options:
-            words += [name, value] if value else [name]
-        return tuple(words)
+        return (*words, *write_options(speculation.options))
 
-    def find_kind(self, speculation: Speculation) -> str:
-        """Take a list of n-gram methods as one without K."""
-        method = speculation.method.replace("_", "-")
-        is_list = "," in method and "draft" not in method
-        return "ngram-mod" if is_list else "draft-mtp" if method == "mtp" else method
+    def choose_ks(self, speculation: Speculation) -> tuple[int | None, ...]:
+        method = speculation.method
+        if method.endswith("mtp"):
+            return (1, 3)
+        if "draft" in method:
+            return (2, 4, 8)
+        return (None, 8) if method == "ngram-simple" else (None,)
 
-    def set_k(self, speculation: Speculation, k: int | None) -> Speculation:
-        """Drop least lengths of drafts above K."""
-        if k is None:
-            return speculation
+    def set_k(self, speculation: Speculation, k: int) -> Speculation:
+        """Drop a least length of drafts above K."""
         kept = [
             (name, value)
             for name, value in speculation.options
-            if not (name.endswith("-min") and value.isdigit() and int(value) > k)
+            if not (name.endswith("-min") and value.isdecimal() and int(value) > k)
         ]
         return replace(speculation, k=k, options=tuple(kept))
 

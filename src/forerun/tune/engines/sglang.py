@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from forerun.tune.arms import NONE, ServerCommand, Speculation
-from forerun.tune.engines.base import SOME_DRAFT, EngineDialect, Flag
+from forerun.tune.engines.base import SOME_DRAFT, EngineDialect, Flag, write_options
 
 METHOD = "--speculative-algorithm"
 DRAFT = "--speculative-draft-model-path"
@@ -45,13 +45,6 @@ class SglangDialect(EngineDialect):
     }
     weightless = frozenset({"NGRAM", "NEXTN"})
     usual = (Speculation(method="NGRAM"),)
-    usual_ks: Mapping[str, tuple[int | None, ...]] = {
-        "NGRAM": (None, 4),
-        "NEXTN": (1, 3),
-        "DFLASH": (None,),
-        "DSPARK": (None,),
-    }
-    takes_model_first = False
 
     def read_flags(self, flags: Sequence[Flag]) -> Speculation:
         values: dict[str, Flag] = {}
@@ -69,7 +62,7 @@ class SglangDialect(EngineDialect):
             method=NONE if method is None or method.lower() == NONE else method.upper(),
             draft=draft,
             k=steps,
-            options=tuple((name, flag.value or "") for name, flag in values.items()),
+            options=tuple((name, flag.value) for name, flag in values.items()),
         )
 
     def write_flags(self, speculation: Speculation, command: ServerCommand) -> tuple[str, ...]:
@@ -84,11 +77,12 @@ class SglangDialect(EngineDialect):
             words += [STEPS, str(k)] if method in CHAINS else []
             words += [TOP_K, "1"] if method in CHAINS and not is_tree else []
             words += [] if is_tree else [NODES, str(k + 1)]
-        for name, value in speculation.options:
-            words += [name, value] if value else [name]
-        return tuple(words)
+        return (*words, *write_options(speculation.options))
 
-    def set_k(self, speculation: Speculation, k: int | None) -> Speculation:
-        """Leave a tree as it is: its number of nodes goes with its depth."""
-        is_tree = any(name == TOP_K for name, _ in speculation.options)
-        return speculation if is_tree else super().set_k(speculation, k)
+    def choose_ks(self, speculation: Speculation) -> tuple[int | None, ...]:
+        method = speculation.method
+        if method == "NGRAM":
+            return (None, 4)
+        if method not in CHAINS or any(name == TOP_K for name, _ in speculation.options):
+            return (None,)  # the number of nodes of a tree goes with its depth
+        return (1, 3) if method == "NEXTN" else (2, 4, 7)
