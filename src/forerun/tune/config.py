@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from forerun.errors import Range, check_ranges
 from forerun.tune.arms import Load
@@ -28,6 +29,8 @@ class TuneConfig:
             recommends without one, and says so.
         one_at_a_time: whether at most one server runs; None decides by the memory of the first.
         ready_s: seconds after which a server that answers nothing is given up.
+        prompts: file or folder of prompts; None takes the shipped ones.
+        key_variable: environment variable with the API key of servers that run already.
 
     Raises:
         InvalidRequest: a value is out of range; the message names it.
@@ -39,6 +42,8 @@ class TuneConfig:
     audit_tokens: int = 4000
     one_at_a_time: bool | None = None
     ready_s: float = 600.0
+    prompts: Path | None = None
+    key_variable: str | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)

@@ -31,6 +31,7 @@ class Fleet:
             memory that the first one takes. Servers on a GPU reserve its memory, so that with one
             present they run one at a time unless this is False.
         ready_s: seconds that a server may take to start.
+        on_start: called with the arm of every server that has just started.
 
     Attributes:
         memory_bytes: resident memory of every server at its last use.
@@ -44,13 +45,15 @@ class Fleet:
         *,
         one_at_a_time: bool | None,
         ready_s: float,
+        on_start: Callable[[Arm], None],
         notify: Notify,
     ) -> None:
         self.arms = {arm.name: arm for arm in arms}
         self.one_at_a_time = one_at_a_time
         self.memory_bytes: dict[str, int] = {}
         self.start_s: dict[str, float] = {}
-        self._logs, self._ready_s, self._notify = logs, ready_s, notify
+        self._logs, self._ready_s = logs, ready_s
+        self._on_start, self._notify = on_start, notify
         self._running: dict[str, ServerProcess] = {}
 
     def __enter__(self) -> Fleet:
@@ -107,10 +110,9 @@ class Fleet:
         try:
             started_s = time.monotonic()
             server.start()
-            server.wait_ready(
-                self._ready_s, lambda s: self._notify(f"{name}: starting, {s:.0f} s")
-            )
+            server.wait_ready(self._ready_s, lambda s: self._notify(f"{name}: starting, {s:.0f} s"))
             self.start_s[name] = time.monotonic() - started_s
+            self._on_start(arm)
         except BaseException:
             self.stop(name)
             raise

@@ -22,6 +22,7 @@ from forerun.models.catalog import chat_prompts, held_out_prompts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, bootstrap, quantile, wilson_interval
 from forerun.tune.arms import Load
+from forerun.tune.drafting import Drafting
 from forerun.tune.race import BlockTimes
 from forerun.tune.server import MeasuredServer, Prompt, TimedAnswer
 
@@ -112,6 +113,7 @@ class LoadBlock:
     Attributes:
         index: number of the block at its load; blocks of several arms with one index are paired.
         answers: in the order of the prompts.
+        drafting: counts of the engine; None where it reports none.
     """
 
     arm: str
@@ -119,6 +121,7 @@ class LoadBlock:
     index: int
     wall_s: float
     answers: tuple[TimedAnswer, ...]
+    drafting: Drafting | None = None
 
     @property
     def num_tokens(self) -> int:

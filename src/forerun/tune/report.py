@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from forerun.theory.intervals import Interval
-from forerun.tune.arms import NONE, Arm, Load
+from forerun.tune.arms import Arm, Load
 from forerun.tune.check import ExactnessCheck
 from forerun.tune.drafting import Drafting
 

@@ -18,6 +18,8 @@ from forerun.measure.prompt_files import Message
 from forerun.measure.request_fields import sampling_fields
 from forerun.sampling.config import SamplingParams
 
+_METRICS_S = 10.0
+
 Prompt: TypeAlias = str | tuple[Message, ...]
 """A text to continue as it is, or a conversation, which the server renders with its template."""
 
@@ -95,6 +97,14 @@ class MeasuredServer:
     def waits_s(self) -> list[float]:
         """Seconds waited before every retry of a request."""
         return self.client.connection.waits_s
+
+    def read_metrics(self) -> str | None:
+        """Return the server's metrics page; None if it has none."""
+        url = self.client.config.base.removesuffix("/v1") + "/metrics"
+        try:
+            return self.client.connection.get(url, _METRICS_S).decode("utf-8", "replace")
+        except (InvalidRequest, ServerUnavailable):
+            return None
 
     def can_chat(self) -> bool:
         """Return whether the server answers conversations; a base model has no template for them.
