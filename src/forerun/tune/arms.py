@@ -49,6 +49,8 @@ class ServerCommand:
         model: the target.
         speculation: what the command asked for.
         environment: variables that stood before the command.
+        typed: words of the speculation, as the user wrote them.
+        address: words of host, port and API key, as the user wrote them.
     """
 
     engine: str
@@ -57,6 +59,8 @@ class ServerCommand:
     model: str | None = None
     speculation: Speculation = field(default_factory=Speculation)
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    typed: tuple[str, ...] = ()
+    address: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
