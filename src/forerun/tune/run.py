@@ -5,9 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
+
+import msgspec
 
 from forerun.client.connection import ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
@@ -29,9 +32,10 @@ from forerun.tune.load import (
     measure_load,
 )
 from forerun.tune.process import ServerFailed
-from forerun.tune.race import Race, estimate_speedup, pays
+from forerun.tune.race import LEAST_BLOCKS, NO_TIME, Race, estimate_speedup, pays
 from forerun.tune.report import ArmResult, LoadResult, TuneReport
 from forerun.tune.server import MeasuredServer
+from forerun.tune.state import AuditRecord, BlockRecord, GivenUpRecord, StateFile
 
 RACE_SHARE = 0.7
 """Share of the minutes for choosing; the rest confirms and audits what was chosen."""
@@ -42,6 +46,17 @@ HANG_S = 120.0
 WARM_UP_TOKENS = 16
 BLOCKS_PER_START = 3
 """Blocks of an arm before the next one starts, where servers run one at a time."""
+
+
+def describe_settings(arms: Sequence[Arm], config: TuneConfig, source: str) -> dict[str, str]:
+    """Return what an interrupted run must share with the one that goes on, as text by name."""
+    return {
+        "command": source,
+        "arms": ", ".join(arm.name for arm in arms),
+        "loads": "; ".join(load.label for load in config.loads),
+        "max_tokens": str(config.max_tokens),
+        "prompts": "" if config.prompts is None else str(config.prompts),
+    }
 
 
 class Tuner:
@@ -67,6 +82,7 @@ class Tuner:
         self.arms = {arm.name: arm for arm in arms}
         self.config, self.source, self.folder = config, source, folder
         self.notify = notify
+        self.state = StateFile(folder, describe_settings(arms, config, source))
         self.race = Race(list(self.arms), config.loads)
         self.fleet = Fleet(
             arms,
@@ -95,8 +111,9 @@ class Tuner:
         Raises:
             ServerFailed: the baseline cannot be started or measured.
         """
-        with self.fleet:
+        with self.state, self.fleet:
             try:
+                self._restore()
                 self._choose()
                 for load in self.config.loads:
                     self._confirm(load)
@@ -119,21 +136,36 @@ class Tuner:
             provenance=collect({}).to_dict(),
         )
 
+    def _restore(self) -> None:
+        """Take over what an interrupted run measured and decided."""
+        for record in self.state.records:
+            if isinstance(record, BlockRecord):
+                self._add(record.block, record.is_final)
+            elif isinstance(record, AuditRecord):
+                self._checks[record.arm] = msgspec.convert(record.report, ExactnessCheck)
+            else:
+                self.race.give_up(record.arm, record.reason, record.load)
+
     # ------------------------------------------------------------------------------- measuring
 
     def _choose(self) -> None:
         """Play rounds until every load is decided or its share of the time is over."""
         while planned := self.race.plan_round():
             for name, group in groupby(planned, key=lambda block: block[0]):
-                self._measure(name, [(load, index) for _, load, index in group])
+                if self._find_seconds_left() <= 0.0 and name != self.race.baseline:
+                    self._give_up(name, NO_TIME)
+                else:
+                    self._measure(name, [(load, index) for _, load, index in group])
             if self.fleet.one_at_a_time and self.race.blocks_per_round == 1:
                 self.race.blocks_per_round = BLOCKS_PER_START
-            seconds_left = 60.0 * (RACE_SHARE * self.config.minutes - self.minutes)
             start_s = max(self.fleet.start_s.values(), default=0.0)
-            for one in self.race.finish_round(
-                seconds_left, start_s if self.fleet.one_at_a_time else 0.0
-            ):
-                self.notify(f"{one.load.label}: {one.arm} given up: {one.reason}")
+            arm_s = start_s if self.fleet.one_at_a_time else 0.0
+            for one in self.race.finish_round(self._find_seconds_left(), arm_s):
+                self._give_up(one.arm, one.reason, one.load)
+
+    def _find_seconds_left(self) -> float:
+        """Return the seconds that are left to choose."""
+        return 60.0 * (RACE_SHARE * self.config.minutes - self.minutes)
 
     def _measure(
         self, name: str, blocks: Sequence[tuple[Load, int]], is_final: bool = False
@@ -148,7 +180,9 @@ class Tuner:
                 for load, index in blocks:
                     what = "confirming" if is_final else "measuring"
                     self.notify(f"{load.label}: {what} {name}, block {index + 1}")
-                    self._add(self._measure_block(name, load, index, is_final), is_final)
+                    block = self._measure_block(name, load, index, is_final)
+                    self._add(block, is_final)
+                    self.state.append(BlockRecord(block=block, is_final=is_final))
         except (InvalidRequest, ServerFailed, ServerUnavailable) as error:
             reason = self.fleet.find_failure(name) or str(error)
             self._forget(name)
@@ -156,10 +190,16 @@ class Tuner:
                 raise ServerFailed(
                     f"{name}, which the others are compared with: {reason}"
                 ) from error
-            self.race.give_up(name, reason)
-            self.notify(f"{name} given up: {reason}")
+            self._give_up(name, reason)
             return False
         return True
+
+    def _give_up(self, name: str, reason: str, load: Load | None = None) -> None:
+        """Measure an arm no more at a load, or at all."""
+        self.race.give_up(name, reason, load)
+        if reason != NO_TIME:  # a run that goes on has time again
+            self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
+        self.notify(f"{name} given up: {reason}")
 
     def _measure_block(self, name: str, load: Load, index: int, is_final: bool) -> LoadBlock:
         server = self._connect(name)
@@ -202,6 +242,11 @@ class Tuner:
             entries = list_prompts(self.config.prompts, is_chat=server.can_chat())
             has_urls = any(not arm.command for arm in self.arms.values())
             self._deck = PromptDeck(entries, secrets.randbits(32), marks_all=has_urls)
+            for record in self.state.records:  # the order of the calls decides the prompts
+                if isinstance(record, BlockRecord):
+                    load = record.block.load
+                    number = count_requests(load)
+                    self._deck.deal(load, record.block.index, number, is_final=record.is_final)
         return self._deck
 
     def _warm_up(self, arm: Arm) -> None:
@@ -222,14 +267,18 @@ class Tuner:
         while (best := self.race.recommend(load).arm) != self.race.baseline:
             if (reason := self._find_objection(best, load)) is None:
                 break
-            self.race.give_up(best, reason, load)
-            self.notify(f"{load.label}: {best} given up: {reason}")
+            self._give_up(best, reason, load)
         self._recommended[load] = self.race.recommend(load).arm
 
     def _find_objection(self, name: str, load: Load) -> str | None:
         """Return why an arm is not recommended after all; None if it is."""
         pair = (self.race.baseline, name)
-        blocks = [(each, n) for n in range(CONFIRM_BLOCKS) for each in pair[:: -1 if n % 2 else 1]]
+        blocks = [
+            (each, n)
+            for n in range(self._count_confirming(load))
+            for each in pair[:: -1 if n % 2 else 1]
+            if n not in {b.index for b in self._blocks.get((each, load, True), ())}
+        ]
         if self.fleet.one_at_a_time:
             blocks.sort(key=lambda block: pair.index(block[0]))
         for each, group in groupby(blocks, key=lambda block: block[0]):
@@ -243,6 +292,12 @@ class Tuner:
             return f"not confirmed on other prompts: {speedup.show()}"
         check = self._check(name)
         return None if check.status != "deviates" else f"it changes the text: {check.sentence}"
+
+    def _count_confirming(self, load: Load) -> int:
+        """Return how many blocks of two arms fit into half of the time that is left, at least 3."""
+        walls = [b.wall_s for b in self._blocks[self.race.baseline, load, False]]
+        seconds_left = 60.0 * (self.config.minutes - self.minutes) / len(self.config.loads)
+        return max(LEAST_BLOCKS, min(CONFIRM_BLOCKS, int(seconds_left / 4.0 / fmean(walls))))
 
     def _check(self, name: str) -> ExactnessCheck:
         """Audit the text of an arm once, for all loads."""
@@ -260,6 +315,7 @@ class Tuner:
                     key_variable=self.config.key_variable,
                     notify=self.notify,
                 )
+            self.state.append(AuditRecord(arm=name, report=asdict(self._checks[name])))
         return self._checks[name]
 
     # --------------------------------------------------------------------------------- results
