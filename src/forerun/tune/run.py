@@ -41,8 +41,6 @@ RACE_SHARE = 0.7
 """Share of the minutes for choosing; the rest confirms and audits what was chosen."""
 CONFIRM_BLOCKS = 8
 """Blocks of the chosen arm and of the baseline on prompts that had no part in the choice."""
-HANG_S = 120.0
-"""Seconds without an event after which a server counts as hung."""
 WARM_UP_TOKENS = 16
 BLOCKS_PER_START = 3
 """Blocks of an arm before the next one starts, where servers run one at a time."""
@@ -224,7 +222,7 @@ class Tuner:
                 key_variable=None if arm.command else self.config.key_variable,
                 max_connections=most,
                 num_tries=1,
-                timeout_s=HANG_S,
+                timeout_s=self.config.hang_s,
             )
             self._servers[name] = MeasuredServer(config)
         return self._servers[name]
