@@ -12,8 +12,9 @@ from tests.server.conftest import serving, tiny_engine
 
 from forerun.client.connection import ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
-from forerun.measure.bench.endpoint import MeasuredServer, sampling_fields
+from forerun.measure.request_fields import sampling_fields
 from forerun.sampling.config import SamplingParams
+from forerun.tune.server import MeasuredServer, digest_text
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
 
@@ -29,7 +30,7 @@ def test_it_has_the_texts_and_counts_of_the_engine(address, extra):
     with MeasuredServer(ClientConfig(url=address), extra=extra) as server:
         for prompt in ([3, 4, 5], [6, 7], [8]):
             found = server.ask(prompt, PARAMS)
-            assert found.text == tiny_engine().generate([prompt], PARAMS)[0].text
+            assert found.digest == digest_text(tiny_engine().generate([prompt], PARAMS)[0].text)
             assert found.num_tokens == 20
             assert found.ttft_s is not None
             assert 0.0 <= found.ttft_s <= found.total_s
@@ -66,8 +67,8 @@ def events(*data: object) -> httpx.Response:
         (events({"error": {"message": "out of memory"}}), "out of memory"),
         (events({"choices": [3]}), "no completion"),
         (events({"choices": [{"token_ids": ["x"]}]}), "no completion"),
-        (events({"usage": {"completion_tokens": 3}}), "events without a completion"),
-        (events({"id": 3}), "events without a completion"),
+        (events({"usage": {"completion_tokens": 3}}), "ends its answer without a token"),
+        (events({"id": 3}), "ends its answer without a token"),
         (events(TEXT), "text without its number of tokens"),
         (events(TEXT, {"usage": {"completion_tokens": 0}}), "text without its number of tokens"),
         (events(TEXT, {"usage": {"completion_tokens": 10**9}}), "counts 1000000000 tokens in an"),
@@ -102,7 +103,7 @@ def test_text_without_ids_has_the_count_of_the_server():
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     server = over(events({"choices": [{"text": "hi", "finish_reason": "stop"}]}, {"usage": usage}))
     found = server.ask("a", PARAMS)
-    assert (found.text, found.num_tokens) == ("hi", 2)
+    assert (found.digest, found.num_tokens) == (digest_text("hi"), 2)
 
 
 def test_no_server_and_no_such_model():
@@ -118,6 +119,27 @@ def test_a_server_without_models_is_named(model):
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"data": []}))
     with pytest.raises(InvalidRequest, match="http://server/v1 serves no model"):
         MeasuredServer(ClientConfig(url="http://server", model=model), transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("page", "answer", "version"),
+    [
+        ("/version", {"version": "0.26.0"}, "0.26.0"),
+        ("/props", {"build_info": "b11669"}, "b11669"),
+        ("/server_info", {"version": "0.5.23"}, "0.5.23"),
+        ("/version", {"version": 3}, None),
+        ("/version", [], None),
+    ],
+)
+def test_the_version_of_an_engine_is_read_from_its_own_page(page, answer, version):
+    def reply(request: httpx.Request) -> httpx.Response:
+        pages = {"/v1/models": CARD, page: answer}
+        path = request.url.path
+        return httpx.Response(200, json=pages[path]) if path in pages else httpx.Response(404)
+
+    config = ClientConfig(url="http://server/v1", num_tries=1)
+    with MeasuredServer(config, transport=httpx.MockTransport(reply)) as server:
+        assert server.read_version() == version
 
 
 def test_what_is_off_is_sent_to_servers_that_have_defaults_of_their_own():

@@ -32,7 +32,6 @@ class TuneConfig:
         ready_s: seconds after which a server that answers nothing is given up.
         hang_s: seconds without an event after which a server counts as hung.
         prompts: file or folder of prompts; None takes the shipped ones.
-        key_variable: environment variable with the API key of servers that run already.
 
     Raises:
         InvalidRequest: a value is out of range; the message names it.
@@ -46,7 +45,6 @@ class TuneConfig:
     ready_s: float = 600.0
     hang_s: float = 120.0
     prompts: Path | None = None
-    key_variable: str | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)

@@ -227,7 +227,6 @@ class Tuner:
             arm = self.arms[name]
             config = ClientConfig(
                 url=arm.url,
-                key_variable=None if arm.command else self.config.key_variable,
                 max_connections=most,
                 num_tries=1,
                 timeout_s=self.config.hang_s,
@@ -320,7 +319,6 @@ class Tuner:
                     running.get(self.race.baseline),
                     self.config.audit_tokens,
                     prompts=self.config.prompts,
-                    key_variable=self.config.key_variable,
                     notify=self.notify,
                 )
             self.state.append(AuditRecord(arm=name, report=asdict(self._checks[name])))
