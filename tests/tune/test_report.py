@@ -19,6 +19,7 @@ from forerun.tune.arms import Speculation
 from forerun.tune.check import ExactnessCheck
 from forerun.tune.compare import compare_runs, read_earlier
 from forerun.tune.page import render_page
+from forerun.tune.race import NO_TIME
 from forerun.tune.report import TuneReport
 from forerun.tune.wording import list_advice
 
@@ -73,7 +74,7 @@ def test_one_command_for_all_loads_comes_first_where_one_setting_is_best_everywh
     report = make_report()
     loads = (report.loads[0], replace(report.loads[0], load=MANY))
     lines = advice_of(replace(report, loads=loads)).splitlines()
-    assert lines[0].startswith("One setting is best at all loads. Run vllm serve m --port 8000")
+    assert lines[0].startswith("ngram K=4 is best at all loads. Run vllm serve m --port 8000")
     assert len(lines) == 3 and not any("Run" in line for line in lines[1:])
 
 
@@ -81,6 +82,25 @@ def test_a_load_that_is_not_decided_names_the_fastest_so_far():
     said = advice_of(change_first(make_report(), recommended=None, confirmed=None, check=None))
     assert "1 client, T=0: not decided; the fastest so far is ngram K=4: 1.31 (1.24–1.38)" in said
     assert "# ngram" not in said
+
+
+def test_lack_of_time_is_no_proof_that_nothing_is_faster():
+    report = make_report()
+    rows = tuple(
+        row if row.arm == "none" else replace(row, reason=NO_TIME) for row in report.loads[1].arms
+    )
+    report = replace(report, loads=(replace(report.loads[1], arms=rows),))
+    assert "faster than none; 3 were given up for lack of time: give more --minutes." in advice_of(
+        report
+    )
+
+
+def test_a_draft_that_chooses_its_own_k_names_no_needed_acceptance_length():
+    report = make_report()
+    auto = Speculation(method="eagle3", draft="head")
+    arms = tuple(replace(a, speculation=auto) if "eagle" in a.name else a for a in report.arms)
+    assert "makes 2.00 tokens" in advice_of(report)
+    assert "tokens per step" not in advice_of(replace(report, arms=arms))
 
 
 def test_k_by_the_number_of_requests_is_named_where_vllm_needs_another_k_at_each_load():

@@ -45,7 +45,8 @@ class ArmResult:
     def cycle_cost(self) -> float | None:
         """Return kappa: seconds of a step in those of one that decodes plainly.
 
-        A draft on this machine, at this load, gains where its acceptance length is above it.
+        A draft of this cost, at this load, gains where its acceptance length is above it. That
+        holds where every step drafts: the acceptance length leaves out the others.
         """
         tau = None if self.drafting is None else self.drafting.acceptance_length
         return None if tau is None or self.speedup is None else tau / self.speedup.estimate

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from forerun.models.memory import readable
 from forerun.theory.intervals import Interval
+from forerun.tune.arms import Speculation
+from forerun.tune.race import LEAST_BLOCKS, NO_TIME
 from forerun.tune.report import ArmResult, LoadResult, TuneReport
 
 HEADINGS = (
@@ -68,7 +70,10 @@ def list_advice(report: TuneReport) -> Iterator[Advice]:
     [common] = chosen if len(chosen) == 1 else [None]
     is_same = common is not None and len(report.loads) > 1
     if is_same and common is not None:
-        yield _advise(report, "One setting is best at all loads.", common)
+        same = f"{common} is best at all loads."
+        if common == report.baseline:
+            same = f"No setting is shown to be faster than {common} at any load."
+        yield _advise(report, same, common)
     for result in report.loads:
         sentence = f"{result.load.label}: {_describe_gain(report, result)}"
         if result.recommended is None or is_same:
@@ -101,7 +106,9 @@ def _describe_gain(report: TuneReport, result: LoadResult) -> str:
         speedup = _show(best.speedup, ".2f", " ")
         return f"not decided; the fastest so far is {best.arm}: {speedup} times as fast."
     if name == baseline:
-        return f"no setting is shown to be faster than {baseline}."
+        num_left = sum(arm.reason == NO_TIME for arm in result.arms)
+        more = f"; {num_left} were given up for lack of time: give more --minutes"
+        return f"no setting is shown to be faster than {baseline}{more if num_left else ''}."
     shown = result.confirmed
     gain = "" if shown is None else f" {shown.estimate:.2f} times ({shown.show_ends()})"
     return (
@@ -124,8 +131,14 @@ def describe_check(result: LoadResult) -> str:
 
 def _describe_need(report: TuneReport, result: LoadResult) -> str | None:
     """Return the acceptance length that would pay, by the cost of the best draft with weights."""
-    drafts = {arm.name for arm in report.arms if arm.speculation and arm.speculation.draft}
-    measured = [arm for arm in result.arms if arm.arm in drafts and arm.cycle_cost is not None]
+    settings = {arm.name: arm.speculation or Speculation() for arm in report.arms}
+    measured = [
+        arm
+        for arm in result.arms
+        if settings[arm.arm].draft is not None
+        and settings[arm.arm].k is not None  # others may draft in some steps alone
+        and arm.num_blocks >= LEAST_BLOCKS
+    ]
     best = max(measured, key=lambda arm: arm.speedup.estimate if arm.speedup else 0.0, default=None)
     if best is None or best.drafting is None or best.cycle_cost is None:
         return None
