@@ -1,7 +1,8 @@
 """Command lines of llama.cpp's server.
 
 The flags are those that `llama-server --help` prints; --draft-max and its like are of builds before
-May 2026, and a command that has them is written with them.
+May 2026, and a command that has them is written with them. Lists of both and what the server does
+with them: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md.
 """
 
 from __future__ import annotations
@@ -52,6 +53,13 @@ class LlamaCppDialect(EngineDialect):
     }
     weightless = frozenset({*K_FLAGS, "ngram-cache", "draft-mtp"})
     usual = tuple(Speculation(method=f"ngram-{kind}") for kind in ("simple", "map-k", "mod"))
+
+    def read(self, words: Sequence[str]) -> ServerCommand | None:
+        """Name the type of a draft model: builds since May 2026 do not speculate without."""
+        command = super().read(words)
+        if command is None or {TYPE, "--spec-default", *OLD_K_FLAGS} & {*command.typed}:
+            return command
+        return replace(command, typed=self.write_flags(command.speculation, command))
 
     def read_flags(self, flags: Sequence[Flag]) -> Speculation:
         values = {flag.name: flag.value for flag in flags}

@@ -81,7 +81,7 @@ class VllmDialect(EngineDialect):
         k, model, method = (config.pop(key, None) for key in (K, "model", "method"))
         if k is not None and (type(k) is not int or k < 1):
             raise InvalidRequest(f"{K} is {k!r:.80}; it must be a whole number above 0")
-        if method is None and model in LOOKUP_NAMES:
+        if method is None and str(model) in LOOKUP_NAMES:
             method, model = "ngram", None
         elif method is None:
             method = NONE if model is k is None else SOME_DRAFT
