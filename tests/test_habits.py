@@ -58,7 +58,7 @@ VERBS = frozenset(
     import include insert install interpolate invalidate is iterate join judge keep launch lay learn
     leave limit link list load locate lock log look lookup lower make map mark mask match may
     measure merge mix move must needs normalise note notice notify observe open optimise order pack
-    pad parse pass penalise pick place plan plot pool post predict preempt prefer prepare print
+    pad parse pass pause penalise pick place plan plot pool post predict preempt prefer prepare print
     probe propose protect prune pull push put quantise quiz quote race raise rank read rebuild
     receive recommend record refer refresh refuse register reject release reload remove rename
     render renew reorder repeat replace replay report request require requantise rescale reserve

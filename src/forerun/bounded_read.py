@@ -294,7 +294,7 @@ def parse_json(data: bytes | str, name: str, limits: ReadLimits = DEFAULT) -> An
     except UnreadableInput:
         raise
     except RecursionError as error:
-        raise _too_deep(name, limits) from error
+        raise _describe_depth(name, limits) from error
     except ValueError as error:
         raise UnreadableInput(f"{name} is not JSON: {error}") from error
     if text.count("[") + text.count("{") > limits.max_depth:
@@ -326,10 +326,10 @@ def _check_depth(value: object, name: str, limits: ReadLimits) -> None:
             if isinstance(inner, dict | list)
         ]
     if level:
-        raise _too_deep(name, limits)
+        raise _describe_depth(name, limits)
 
 
-def _too_deep(name: str, limits: ReadLimits) -> UnreadableInput:
+def _describe_depth(name: str, limits: ReadLimits) -> UnreadableInput:
     return UnreadableInput(
         f"{name} nests lists and objects more than {limits.max_depth} deep, the limit here"
     )

@@ -13,7 +13,7 @@ import pytest
 from tests.lab.audited import Rule, plant
 from tests.server.conftest import serving
 
-from forerun.cli.audit import encode_prompts, find_chats
+from forerun.doctor.audit.prepare import encode_prompts, find_chats
 from forerun.cli.main import main
 from forerun.client.connection import ClientConfig
 from forerun.doctor.audit.config import KINDS, AuditConfig

@@ -14,9 +14,6 @@ import pytest
 from tests.server.conftest import MODEL, serving, tiny_engine
 
 from forerun.cli.main import main
-from forerun.measure.bench.endpoint import TimedAnswer
-from forerun.measure.bench.load import LoadBlock, agreement, load_figures, load_outcome, load_rows
-from forerun.theory.intervals import Interval
 
 SMALL = ("--blocks", "2", "--max-tokens", "6", "--concurrency", "1,2", "--ignore-eos")
 
@@ -51,10 +48,10 @@ def test_one_server_is_measured_at_every_number_of_clients(address, prompts, tmp
         assert figures["ttft_median_s"]["estimate"] <= figures["ttft_p95_s"]["estimate"]
         assert "first_over_second" not in cell
     blocks = content["blocks"]
-    assert [len(block["requests"]) for block in blocks] == [3, 4, 3, 4]
-    assert {request["num_tokens"] for block in blocks for request in block["requests"]} == {6}
+    assert [len(block["answers"]) for block in blocks] == [3, 4, 3, 4]
+    assert {request["num_tokens"] for block in blocks for request in block["answers"]} == {6}
     for block in blocks:
-        assert block["wall_s"] >= max(request["total_s"] for request in block["requests"])
+        assert block["wall_s"] >= max(request["total_s"] for request in block["answers"])
 
 
 def test_secrets_of_addresses_are_not_shown(address, prompts, tmp_path, capsys):
@@ -80,8 +77,8 @@ def test_two_servers_of_one_model_have_equal_texts(address, prompts, capsys):
         assert cell["first_over_second"].keys() == cell["figures"][address].keys()
         assert cell["equal_texts"]["num_texts"] == number
         assert cell["equal_texts"]["estimate"] == 1.0
-    order = [block["endpoint"] for block in content["blocks"]]
-    assert order[:2] == order[4:6][::-1]  # the order rotates from block to block
+    order = [block["arm"] for block in content["blocks"]]
+    assert order[:2] == order[4:6][::-1]  # the order is reversed from block to block
 
 
 def test_texts_of_different_models_differ(address, prompts, capsys):
@@ -90,63 +87,6 @@ def test_texts_of_different_models_differ(address, prompts, capsys):
         arguments = ("--prompts", prompts, "--max-tokens", "6", "--blocks", "2")
         assert main(["bench", *urls, *arguments, "--concurrency", "1"]) == 0
     assert "equal texts: 0 of 6" in capsys.readouterr().out
-
-
-# -------------------------------------------------------------------------------------- the figures
-
-
-def completion(text: str, ttft_s: float, total_s: float, num_tokens: int) -> TimedAnswer:
-    return TimedAnswer(text=text, ttft_s=ttft_s, total_s=total_s, num_tokens=num_tokens)
-
-
-def block(index: int, scale: float = 1.0, endpoint: str = "a", text: str = "x") -> LoadBlock:
-    """Two requests of 11 tokens: first tokens after 1 s and 3 s, then 0.1 s and 0.3 s a token."""
-    return LoadBlock(
-        endpoint=endpoint,
-        concurrency=1,
-        index=index,
-        wall_s=4.0 * scale,
-        completions=(
-            completion(text, 1.0 * scale, 2.0 * scale, 11),
-            completion("y", 3.0 * scale, 6.0 * scale, 11),
-        ),
-    )
-
-
-def test_figures_are_as_defined():
-    found = load_figures([block(0), block(1)])
-    assert found["requests_per_s"].estimate == pytest.approx(0.5)
-    assert found["tokens_per_s"].estimate == pytest.approx(5.5)
-    assert found["ttft_median_s"].estimate == pytest.approx(2.0)
-    assert found["ttft_p95_s"].estimate == pytest.approx(3.0)
-    assert found["tpot_median_s"].estimate == pytest.approx(0.2)
-    assert found["tpot_p95_s"].estimate == pytest.approx(0.3)
-
-
-def test_ratios_are_paired_so_that_a_slow_block_of_both_changes_nothing():
-    scales = (1.0, 5.0, 0.7, 2.0, 1.3)
-    first = [block(n, scale) for n, scale in enumerate(scales)]
-    second = [block(n, 2 * scale, "b") for n, scale in enumerate(scales)]
-    ratio = load_figures(first, second)["requests_per_s"]
-    assert ratio.low == pytest.approx(ratio.high) == pytest.approx(2.0)
-    assert load_outcome(ratio, 5) == "2.00"
-    assert load_outcome(ratio, 4) == "2.00 (from 4 blocks only: its interval is a rough one)"
-    assert load_outcome(Interval(estimate=1.1, low=0.9, high=1.2), 5).endswith(
-        "no difference shown"
-    )
-
-
-def test_one_block_shows_nothing():
-    found = load_figures([block(0)])["requests_per_s"]
-    assert (found.low, found.high) == (0.0, float("inf"))
-
-
-def test_only_blocks_of_all_endpoints_are_compared():
-    (row,) = load_rows([block(0), block(0, endpoint="b"), block(1)])
-    assert {name: [b.index for b in blocks] for name, blocks in row.items()} == {"a": [0], "b": [0]}
-    assert load_rows([block(0), block(1, endpoint="b")]) == []
-    number, share = agreement([block(0)], [block(0, text="z")])
-    assert (number, share.estimate) == (2, 0.5)
 
 
 # -------------------------------------------------------------------------------------- bad servers
@@ -256,7 +196,7 @@ def test_no_prompt_is_sent_twice(bench):
         (fake([answer()], (200, {}, "{}")), "lists no models"),
         (fake([answer()], (503, {}, "starting")), "gives no answer; status 503: starting"),
         (fake([answer(num_tokens=None)]), "text without its number of tokens"),
-        (fake([answer(num_tokens=1)]), "has two tokens with their count"),
+        (fake([answer(num_tokens=1)]), "has two tokens"),
         (fake([(200, {}, "data: {}\n\n")]), "before it was complete"),
     ],
 )

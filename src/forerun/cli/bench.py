@@ -6,7 +6,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -33,11 +33,11 @@ from forerun.models.catalog import DEFAULT_TARGET, ZOO_DRAFTS
 
 if TYPE_CHECKING:
     from forerun.measure.bench.comparison import BenchComparison, BenchTrace
-    from forerun.measure.bench.endpoint import MeasuredServer
-    from forerun.measure.bench.load import LoadBlock
     from forerun.sampling.config import SamplingParams
     from forerun.theory.intervals import Interval
     from forerun.trace.files import TraceWriter
+    from forerun.tune.load import LoadBlock
+    from forerun.tune.server import MeasuredServer
 
 
 CONCURRENCY = (1, 4, 8, 16)
@@ -104,8 +104,6 @@ class EndpointRun:
 
     def run(self, texts: Sequence[str]) -> int:
         """Measure all blocks, with a progress bar, and show what was measured."""
-        from forerun.measure.bench.load import load_prompts, run_load
-
         check_writable("--out", self.options.out)
         counts = self.options.endpoints.num_requests
         with ExitStack() as stack:
@@ -116,16 +114,10 @@ class EndpointRun:
             total = self.options.blocks * len(counts) * len(self.servers)
             try:
                 with progress_bar("warming up", total) as report:
-                    for block in run_load(
-                        self.servers,
-                        lambda first, n: load_prompts(texts, first, n, self.number),
-                        self.params,
-                        num_requests=counts,
-                        num_blocks=self.options.blocks,
-                    ):
+                    for block in self._measure(texts, counts):
                         self.blocks.append(block)
                         done = len(self.blocks)
-                        report(f"{block.concurrency} clients, block {done} of {total}", done)
+                        report(f"{block.load.clients} clients, block {done} of {total}", done)
             except BaseException:
                 for server in self.servers.values():
                     server.close()  # ends the requests that still run
@@ -135,9 +127,31 @@ class EndpointRun:
                     self.show()
         return 0
 
+    def _measure(self, texts: Sequence[str], counts: dict[int, int]) -> Iterator[LoadBlock]:
+        """Yield blocks: of every number of clients all servers in turn, then again."""
+        from forerun.tune.arms import Load
+        from forerun.tune.load import PromptDeck, measure_load
+
+        deck = PromptDeck(texts, self.number, marks_all=True)
+        names, most = list(self.servers), max(counts)
+        short = replace(self.params, max_tokens=min(8, self.params.max_tokens or 8))
+        warm = deck.deal_warm_up(most)
+        for name in names:
+            load = Load(clients=most, temperature=self.params.temperature)
+            measure_load(self.servers[name], warm, short, arm=name, load=load, index=-1)
+        for index in range(self.options.blocks):
+            for clients, number in counts.items():
+                load = Load(clients=clients, temperature=self.params.temperature)
+                prompts = deck.deal(load, index, number)
+                for name in names[:: -1 if index % 2 else 1]:
+                    server = self.servers[name]
+                    yield measure_load(
+                        server, prompts, self.params, arm=name, load=load, index=index
+                    )
+
     def _connect(self, place: int, url: str) -> MeasuredServer:
         from forerun.client.connection import ClientConfig
-        from forerun.measure.bench.endpoint import MeasuredServer
+        from forerun.tune.server import MeasuredServer
 
         variables = self.options.endpoints.api_key_env
         variable = variables[min(place, len(variables) - 1)] if variables else None
@@ -162,21 +176,22 @@ class EndpointRun:
                 scratch.write_text(content + "\n", encoding="utf-8")
 
     def report(self) -> dict[str, object]:
-        from forerun.measure.bench.load import agreement, load_figures, load_rows
         from forerun.provenance import collect
+        from forerun.tune.load import compare_texts, compute_figures
 
         cells = []
-        for row in load_rows(self.blocks):
+        for row in self._rows():
             pair = list(row.values())
             cell: dict[str, object] = {
-                "concurrency": pair[0][0].concurrency,
+                "concurrency": pair[0][0].load.clients,
                 "num_blocks": len(pair[0]),
-                "figures": {url: as_json(load_figures(blocks)) for url, blocks in row.items()},
+                "figures": {url: as_json(compute_figures(blocks)) for url, blocks in row.items()},
             }
             if len(pair) == 2:
-                cell["first_over_second"] = as_json(load_figures(*pair))
+                cell["first_over_second"] = as_json(compute_figures(*pair))
                 if self.params.temperature == 0:
-                    number, share = agreement(*pair)
+                    number, share = compare_texts(*pair)
+                    assert share is not None
                     cell["equal_texts"] = {"num_texts": number, **asdict(share)}
             cells.append(cell)
         return {
@@ -185,7 +200,7 @@ class EndpointRun:
                 for url, server in self.servers.items()
             ],
             "cells": cells,
-            "blocks": [block.to_dict() for block in self.blocks],
+            "blocks": [asdict(block) for block in self.blocks],
             "config": {
                 "max_tokens": self.params.max_tokens,
                 "temperature": self.params.temperature,
@@ -197,7 +212,7 @@ class EndpointRun:
         }
 
     def _print(self) -> None:
-        from forerun.measure.bench.load import load_figures, load_rows
+        from forerun.tune.load import compute_figures
 
         console = SafeConsole()
         letters = dict(zip(self.servers, "AB", strict=False))
@@ -208,25 +223,45 @@ class EndpointRun:
             console.print(line, markup=False)
         headings = (heading for heading, _, _ in COLUMNS.values())
         table = table_of(Column("clients", no_wrap=True), *headings)
-        rows = load_rows(self.blocks)
+        rows = self._rows()
         for row in rows:
             for url, blocks in row.items():
-                name = f"{blocks[0].concurrency}, {letters[url]}\n{len(blocks)} blocks"
-                table.add_row(name, *_format_cells(load_figures(blocks)))
+                name = f"{blocks[0].load.clients}, {letters[url]}\n{len(blocks)} blocks"
+                table.add_row(name, *_format_cells(compute_figures(blocks)))
         console.print(table, "", "TTFT: time to first token; TPOT: time per output token", sep="\n")
         for row in rows if len(letters) == 2 else ():
             console.print(*self._compare(*row.values()), sep="\n", markup=False)
 
+    def _rows(self) -> list[dict[str, list[LoadBlock]]]:
+        """Return the blocks that all servers have, by server, for every number of clients."""
+        rows = []
+        for clients in sorted({block.load.clients for block in self.blocks}):
+            here = [block for block in self.blocks if block.load.clients == clients]
+            shared = set.intersection(
+                *({b.index for b in here if b.arm == name} for name in self.servers)
+            )
+            if shared:
+                rows.append(
+                    {
+                        name: [b for b in here if b.arm == name and b.index in shared]
+                        for name in self.servers
+                    }
+                )
+        return rows
+
     def _compare(self, first: Sequence[LoadBlock], second: Sequence[LoadBlock]) -> list[str]:
         """Return sentences on the ratios and on the texts at one number of clients."""
-        from forerun.measure.bench.load import agreement, load_figures, load_outcome
+        from forerun.measure.bench.report import warn_of_few
+        from forerun.tune.load import compare_texts, compute_figures
 
-        found = [f"A / B with {first[0].concurrency} clients:"]
-        for name, ratio in load_figures(first, second).items():
+        found = [f"A / B with {first[0].load.clients} clients:"]
+        for name, ratio in compute_figures(first, second).items():
             label = " ".join(COLUMNS[name][0].replace(", ms", "").split())
-            found.append(f"  {label} {load_outcome(ratio, len(first))}")
+            outcome = ", no difference shown" if ratio.low <= 1.0 <= ratio.high else ""
+            found.append(f"  {label} {ratio.show()}{warn_of_few(len(first))}{outcome}")
         if self.params.temperature == 0:
-            number, share = agreement(first, second)
+            number, share = compare_texts(first, second)
+            assert share is not None
             found.append(f"  equal texts: {round(share.estimate * number)} of {number}")
         return found
 

@@ -42,6 +42,7 @@ COMMANDS = {
     "generate": "continue a prompt, streaming",
     "serve": "serve a target over HTTP, as the OpenAI API does",
     "recommend": "try the drafts at hand on a target, and name the fastest",
+    "tune": "find the fastest exact setting of speculation for the server you run",
     "info": "describe a model, its memory and whether a draft fits it",
     "quantise": "write a model with weights of 8 or 4 bits, and measure the loss",
     "profile": "measure what drafting and verifying cost on this machine",

@@ -45,9 +45,15 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """Counts of a request's drafting, which forerun adds to `usage`."""
+    """Counts of a request's drafting, which forerun adds to `usage`.
+
+    Attributes:
+        num_steps: those that drafted.
+    """
 
     num_drafted: int
+    num_accepted: Count = 0
+    num_steps: Count = 0
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +74,8 @@ class Timings(msgspec.Struct, frozen=True):
 
 class _Message(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class _Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +120,7 @@ class ServerAnswer:
 
     Attributes:
         logprobs: of each token; None without them, or if they are malformed.
+        reasoning: what a model thinks before its answer, where the server sends it apart.
     """
 
     text: str | None
@@ -120,6 +129,7 @@ class ServerAnswer:
     logprobs: tuple[TokenLogprob, ...] | None
     usage: Usage | None
     timings: Timings | None = None
+    reasoning: str | None = None
 
     @property
     def num_values(self) -> int:
@@ -156,6 +166,7 @@ def read_answer(found: Any) -> ServerAnswer:
         logprobs=_read_logprobs(choice.logprobs),
         usage=reply.usage,
         timings=reply.timings,
+        reasoning=None if message is None else message.reasoning_content or message.reasoning,
     )
     _check_values(answer.num_values)
     return answer
@@ -314,25 +325,27 @@ class Client:
         seed: int | None = None,
     ) -> ServerAnswer:
         """Return the next message of a conversation; arguments and errors as `complete`."""
-        body = {
-            "messages": [dict(message) for message in messages],
-            **self._collect_fields(fields, seed),
-        }
-        body |= {} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}
+        body = self._build_chat(messages, fields, logprobs, seed)
         return self._answer("/chat/completions", body)
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Sequence[Mapping[str, object]],
         fields: Mapping[str, object],
         *,
         logprobs: int | None = None,
         seed: int | None = None,
     ) -> Generator[ServerAnswer, None, None]:
-        """Yield the pieces of a continuation, the last with the usage; see `complete`."""
-        body = self._build_body(prompt, fields, logprobs, seed)
+        """Yield the pieces of an answer, the last with the usage; see `complete`.
+
+        Args:
+            prompt: a text or token ids to continue, or the messages of a conversation.
+        """
+        is_chat = not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
+        build = self._build_chat if is_chat else self._build_body
+        body = build(prompt, fields, logprobs, seed)  # type: ignore[arg-type]
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        url = self.config.base + "/completions"
+        url = self.config.base + ("/chat/completions" if is_chat else "/completions")
         events, num_values = self.connection.events(url, body), 0
         try:
             for event in events:
@@ -349,6 +362,19 @@ class Client:
     def _collect_fields(self, fields: Mapping[str, object], seed: int | None) -> dict[str, object]:
         found: dict[str, object] = {"model": self.config.model, **fields}
         return found if seed is None else {**found, "seed": seed & SEED_MASK}
+
+    def _build_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        fields: Mapping[str, object],
+        logprobs: int | None,
+        seed: int | None,
+    ) -> dict[str, object]:
+        body = {
+            "messages": [dict(message) for message in messages],
+            **self._collect_fields(fields, seed),
+        }
+        return body | ({} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs})
 
     def _build_body(
         self,

@@ -88,7 +88,7 @@ def read_json_lines(path: Path) -> Iterator[Item]:
                     yield Damage(where=where, what=f"{what}; the rest of the file was not read")
                     return
             elif line.strip():
-                yield item_of(line, where)
+                yield parse_item(line, where)
 
 
 def _skip_line(file: BufferedReader) -> tuple[int, bool]:
@@ -112,7 +112,7 @@ def version_of(line: bytes) -> object:
     )
 
 
-def item_of(line: bytes, where: str) -> Item:
+def parse_item(line: bytes, where: str) -> Item:
     """Return the record in a line of a trace, or what is wrong with the line."""
     try:
         return checked(DECODER.decode(line))

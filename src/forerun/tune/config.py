@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from forerun.errors import Range, check_ranges
 from forerun.tune.arms import Load
@@ -12,6 +13,7 @@ RANGES = (
     Range("minutes", 0, above_low=True),
     Range("audit_tokens", 0, integer=True),
     Range("ready_s", 1),
+    Range("hang_s", 1),
 )
 
 
@@ -28,6 +30,9 @@ class TuneConfig:
             recommends without one, and says so.
         one_at_a_time: whether at most one server runs; None decides by the memory of the first.
         ready_s: seconds after which a server that answers nothing is given up.
+        hang_s: seconds without an event after which a server counts as hung.
+        prompts: file or folder of prompts; None takes the shipped ones.
+        key_variable: environment variable with the API key of servers that run already.
 
     Raises:
         InvalidRequest: a value is out of range; the message names it.
@@ -39,6 +44,9 @@ class TuneConfig:
     audit_tokens: int = 4000
     one_at_a_time: bool | None = None
     ready_s: float = 600.0
+    hang_s: float = 120.0
+    prompts: Path | None = None
+    key_variable: str | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 
-from forerun.client.client import Timings
 from forerun.doctor.readers.prometheus import metrics_of, read_page
+from forerun.tune.server import TimedAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +64,37 @@ def compare_pages(before: str, after: str) -> Drafting | None:
     )
 
 
-def sum_timings(timings: Iterable[Timings]) -> Drafting | None:
-    """Return what llama.cpp drafted, from the last event of every streamed answer.
+def find_drafting(
+    answers: Sequence[TimedAnswer], before: str | None, after: str | None
+) -> Drafting | None:
+    """Return what was drafted for answers: by their own counts, or by the metrics page.
 
-    Its answers do not tell how many steps drafted: every step counts as one that did, so the
-    acceptance length is that of all steps.
+    Args:
+        before: the page before the first request, and `after` that after the last one; None where
+            the server has none.
+
+    Returns:
+        None if the server counts no drafts.
     """
-    rows = list(timings)
-    accepted = sum(row.draft_n_accepted for row in rows)
-    if not any(row.draft_n for row in rows):
+    counted = [answer for answer in answers if answer.num_drafted is not None]
+    if counted:
+        return Drafting(
+            num_drafts=sum(answer.num_drafts or 0 for answer in counted),
+            num_drafted=sum(answer.num_drafted or 0 for answer in counted),
+            num_accepted=sum(answer.num_accepted or 0 for answer in counted),
+        )
+    return None if before is None or after is None else compare_pages(before, after)
+
+
+def sum_drafting(parts: Iterable[Drafting | None]) -> Drafting | None:
+    """Return the sum of counts; None if there are none."""
+    counted = [part for part in parts if part is not None]
+    if not counted:
         return None
+    places = zip_longest(*(part.accepted_per_position for part in counted), fillvalue=0)
     return Drafting(
-        num_drafts=max(1, sum(row.predicted_n for row in rows) - accepted),
-        num_drafted=sum(row.draft_n for row in rows),
-        num_accepted=accepted,
+        num_drafts=sum(part.num_drafts for part in counted),
+        num_drafted=sum(part.num_drafted for part in counted),
+        num_accepted=sum(part.num_accepted for part in counted),
+        accepted_per_position=tuple(map(sum, places)),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from forerun.doctor.audit.records import Question, Setting
 from forerun.errors import InvalidRequest, Range, check_ranges
-from forerun.measure.bench.endpoint import sampling_fields
+from forerun.measure.request_fields import sampling_fields
 from forerun.sampling.config import SamplingParams
 
 GRAMMAR = "[0-9]{3}-[a-f]{4}"

@@ -19,7 +19,7 @@ from forerun.doctor.audit.config import Kind
 from forerun.doctor.audit.records import HIGHEST, LOWEST, AuditAnswer, Question
 from forerun.doctor.readers.prometheus import read_page
 from forerun.errors import InvalidRequest, ServerUnavailable
-from forerun.measure.bench.endpoint import NEUTRAL_FIELDS
+from forerun.measure.request_fields import NEUTRAL_FIELDS
 
 NUM_TOP = 20
 _PLACES_APART = 12

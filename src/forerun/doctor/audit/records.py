@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,9 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from forerun.bounded_read import ReadLimits, check_regular, first_line, open_bounded
 from forerun.client.client import MAX_ALTERNATIVES, Count, TokenId
 from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.record_file import RecordFile
 
 Arm = Literal["served", "control"]
 Setting = Literal["alone", "together", "again", "continued", "aborted", "long"]
@@ -24,9 +23,6 @@ LOWEST, HIGHEST = -1e4, 100.0
 _Logprob = Annotated[float, Meta(ge=LOWEST, le=HIGHEST)]
 _Listed = tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], _Logprob]
 """A token's id, or the hash of its text, with its log-probability."""
-_STATE = ReadLimits(max_bytes=1 << 28)
-_MAX_VALUES = 4_000_000
-"""Most values of a state file; an audit of 20,000 tokens writes a fifth of them."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +98,7 @@ class StateFile:
     def __init__(self, path: Path | None, header: Mapping[str, str]) -> None:
         self.path = path
         self.header = dict(header)
+        self._file = None if path is None else RecordFile(path, _Line)
         self._num_questions = 0
 
     def load(self) -> list[tuple[Question, AuditAnswer]]:
@@ -109,17 +106,20 @@ class StateFile:
 
         Raises InvalidRequest where the file is of another audit, or cannot be read.
         """
-        if self.path is None:
+        if self._file is None:
             return []
-        if self.path.exists():
-            check_regular(self.path)  # a pipe would be waited for
-        if not self.path.exists() or not self.path.stat().st_size:
-            self._append(_Line(header={**self.header, "format": str(FORMAT)}))
+        header, file = {**self.header, "format": str(FORMAT)}, self._file
+        try:
+            lines = file.read()
+        except (OSError, UnreadableInput) as error:
+            raise InvalidRequest(
+                f"--state {self.path} cannot be read: {error}; name another file"
+            ) from error
+        if file.is_empty():
+            file.append(_Line(header=header))
             return []
-        lines, num_bytes = self._lines()
-        if not lines or lines[0].header != {**self.header, "format": str(FORMAT)}:
+        if not lines or lines[0].header != header:
             raise InvalidRequest(f"{self.path} is the state of another audit; name another --state")
-        os.truncate(self.path, num_bytes)
         questions = {line.number: line.question for line in lines if line.question is not None}
         answers = {line.number: line.answer for line in lines if line.answer is not None}
         self._num_questions = max((n for n in questions if n is not None), default=-1) + 1
@@ -127,33 +127,6 @@ class StateFile:
             (question, answers.get(number) or _lost(question))
             for number, question in sorted(questions.items(), key=lambda item: item[0] or 0)
         ]
-
-    def _lines(self) -> tuple[list[_Line], int]:
-        """Return the whole lines and their length in bytes; an interruption may tear the last."""
-        assert self.path is not None
-        found, num_values, num_bytes = list[_Line](), 0, 0
-        try:
-            with open_bounded(self.path, _STATE) as file:
-                for number, line in enumerate(file.lines(), start=1):
-                    if not line.endswith(b"\n"):
-                        break
-                    num_bytes += len(line)
-                    num_values += line.count(b",")
-                    if num_values > _MAX_VALUES:
-                        raise UnreadableInput(f"it holds more than {_MAX_VALUES} values, the limit")
-                    found += self._parse_line(line, number)
-        except (OSError, UnreadableInput) as error:
-            raise InvalidRequest(f"--state {self.path} cannot be read: {error}") from error
-        return found, num_bytes
-
-    def _parse_line(self, line: bytes, number: int) -> list[_Line]:
-        try:
-            return [msgspec.json.decode(line, type=_Line)] if line.strip() else []
-        except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            raise InvalidRequest(
-                f"--state {self.path}:{number} is no line of an audit: {first_line(error)}; name "
-                "another file"
-            ) from error
 
     def ask(self, questions: Sequence[Question]) -> list[int]:
         """Record questions before they are sent; returns their numbers."""
@@ -169,12 +142,8 @@ class StateFile:
         self._append(_Line(number=number, answer=answer))
 
     def _append(self, line: _Line) -> None:
-        if self.path is None:
-            return
-        with self.path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if self._file is not None:
+            self._file.append(line)
 
 
 def _lost(question: Question) -> AuditAnswer:

@@ -451,7 +451,7 @@ def test_odd_answers_of_a_state_are_judged_or_left_out(tmp_path, changes, is_rep
 
 def test_a_pipe_is_no_state(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UnreadableInput, match="not a regular file"):
+    with pytest.raises(InvalidRequest, match="not a regular file"):
         audit_of(state=tmp_path / "pipe").run(silent)
 
 
@@ -459,7 +459,7 @@ def test_a_deeply_nested_state_is_refused(tmp_path):
     path = recorded(tmp_path, QUESTION, ANSWER)
     with path.open("a") as file:
         file.write('{"unknown": ' + "[" * 100_000 + "\n")
-    with pytest.raises(InvalidRequest, match=r"state\.jsonl:4 is no line of an audit"):
+    with pytest.raises(InvalidRequest, match=r"state\.jsonl:4 is no record of such a run"):
         audit_of(state=path).run(silent)
 
 

@@ -1,0 +1,189 @@
+"""`forerun tune`: the fastest exact setting of speculation for a server, by measurement."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+from forerun.cli.command import Command, Exit
+from forerun.cli.tables import SafeConsole, progress_bar
+from forerun.errors import InvalidRequest
+from forerun.tune.arms import Arm, Load
+from forerun.tune.config import TuneConfig
+
+if TYPE_CHECKING:
+    from forerun.tune.report import TuneReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """Options of `forerun tune`."""
+
+    server: Annotated[Positional[str], arg(metavar="COMMAND")] = ""
+    """Command line that starts vLLM, llama.cpp, SGLang or forerun, in quotes or after "--". Its
+    speculation, host and port are replaced, the rest stays as it is."""
+    target: str | None = None
+    """Tune forerun's own engine for this model: short for the command `forerun serve MODEL`."""
+    arm: UseAppendAction[tuple[str, ...]] = ()
+    """NAME=COMMAND of one setting of any server, with {port} where its port belongs, or NAME=URL of
+    one that runs already. The one called "none" is the baseline, else the first."""
+    draft: UseAppendAction[tuple[str, ...]] = ()
+    """Drafts to try: a path, METHOD:PATH or the name of a method, in the engine's own words.
+    Default: what needs no weights, and what the command names."""
+    k: UseAppendAction[tuple[int, ...]] = ()
+    """Numbers of draft tokens to try. Default: a few that are usual for each method."""
+    clients: UseAppendAction[tuple[int, ...]] = ()
+    """Clients that send requests at once; each number has a fastest setting of its own.
+    Default: 1."""
+    temperature: UseAppendAction[tuple[float, ...]] = ()
+    """Sampling temperatures, the same. Default: 0."""
+    prompts: Path | None = None
+    """Your prompts: .jsonl with "prompt" or "messages", or a text file. Default: shipped chats."""
+    max_tokens: int = TuneConfig().max_tokens
+    """Longest answer."""
+    minutes: float = TuneConfig().minutes
+    """Time for everything, the starts of servers included."""
+    audit_tokens: int = TuneConfig().audit_tokens
+    """Output tokens that are audited before a setting is recommended; 0: none."""
+    one_at_a_time: bool = False
+    """Run one server at a time, as is done anyway on a GPU or where memory is short."""
+    api_key_env: str | None = None
+    """Environment variable with the API key of servers that run already."""
+    out: Path = Path("forerun-tune")
+    """Folder of results, state and logs; a run that was interrupted goes on there."""
+    plan: bool = False
+    """Show the commands that would be compared, and start nothing."""
+    json: bool = False
+    """Print one JSON object."""
+
+    @property
+    def source(self) -> str:
+        """Return the command that is tuned; empty where all arms are given."""
+        if self.target is None:
+            return self.server
+        return shlex.join(["forerun", "serve", self.target])
+
+    def read_loads(self) -> tuple[Load, ...]:
+        """Return every number of clients at every temperature."""
+        return tuple(
+            Load(clients=clients, temperature=temperature)
+            for temperature in dict.fromkeys(self.temperature or (0.0,))
+            for clients in dict.fromkeys(self.clients or (1,))
+        )
+
+
+def run(options: TuneOptions) -> int:
+    """Compare the arms; returns 0 also where no speculation is recommended."""
+    from forerun.tune.run import Tuner
+
+    if bool(options.server) + (options.target is not None) + bool(options.arm) != 1:
+        raise InvalidRequest(
+            "give one of: a command in quotes, such as 'vllm serve MODEL'; --target MODEL; or "
+            "--arm NAME=COMMAND for every setting"
+        )
+    config = TuneConfig(
+        loads=options.read_loads(),
+        max_tokens=options.max_tokens,
+        minutes=options.minutes,
+        audit_tokens=options.audit_tokens,
+        one_at_a_time=True if options.one_at_a_time else None,
+        prompts=options.prompts,
+        key_variable=options.api_key_env,
+    )
+    arms = plan(options)
+    if options.plan:
+        show_plan(arms, options)
+        return Exit.GOOD
+    with progress_bar("starting", config.minutes) as report:
+        tuner = Tuner(
+            arms,
+            config,
+            source=options.source,
+            folder=options.out,
+            notify=lambda text: report(text, tuner.minutes),
+        )
+        result = tuner.run()
+    if options.json:
+        print(json.dumps(result.to_dict()))
+    else:
+        show(result)
+    return Exit.GOOD
+
+
+def plan(options: TuneOptions) -> list[Arm]:
+    """Return the arms that the options ask for."""
+    from forerun.tune.command_line import parse_command, plan_arms
+    from forerun.tune.process import free_ports
+
+    ports = free_ports()
+    if options.arm:
+        return list(read_arms(options.arm, ports))
+    return plan_arms(parse_command(options.source), options.draft, options.k, ports)
+
+
+def read_arms(texts: Sequence[str], ports: Iterator[int]) -> Iterator[Arm]:
+    """Yield the arms of NAME=COMMAND and NAME=URL."""
+    from forerun.client.urls import is_url
+
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise InvalidRequest(f"--arm {text!r} is not NAME=COMMAND or NAME=URL")
+        if is_url(value):
+            yield Arm(name=name, url=value)
+            continue
+        if "{port}" not in value:
+            raise InvalidRequest(f"--arm {text!r} has no {{port}}, where its port belongs")
+        port = next(ports)
+        words = shlex.split(value.replace("{port}", str(port)))
+        yield Arm(name=name, url=f"http://127.0.0.1:{port}/v1", command=tuple(words))
+
+
+def show_plan(arms: Sequence[Arm], options: TuneOptions) -> None:
+    """Print the command of every arm."""
+    commands = {arm.name: arm.shown_command or arm.url for arm in arms}
+    if options.json:
+        print(json.dumps(commands))
+        return
+    console = SafeConsole(soft_wrap=True)
+    for name, command in commands.items():
+        console.print(f"{name}\n  {command}", markup=False)
+
+
+def show(result: TuneReport) -> None:
+    """Print a table per load, and what to run."""
+    console = SafeConsole(soft_wrap=True)
+    for load in result.loads:
+        console.print(f"{load.load.label}: {load.recommended}", markup=False)
+        for arm in load.arms:
+            console.print(f"  {arm}", markup=False)
+        console.print(f"  {load.check} {load.confirmed}", markup=False)
+
+
+COMMAND = Command(
+    options=TuneOptions,
+    run=run,
+    has_positional=True,
+    lists={
+        "--arm": "",
+        "--draft": ",",
+        "--k": ",",
+        "--clients": ",",
+        "--temperature": ",",
+    },
+    description="Find the fastest exact setting of speculation for the server you run: every\n"
+    "setting is a server started once, all answer the same prompts in turns, slower ones are\n"
+    "given up, and the fastest is confirmed on other prompts and audited.",
+    examples=(
+        "forerun tune 'vllm serve Qwen/Qwen3-8B --max-model-len 8192' --clients 1 16",
+        "forerun tune 'llama-server -m model.gguf' --draft draft.gguf --minutes 15",
+        "forerun tune --target zoo:smollm2-135m",
+        "forerun tune --arm 'none=my-server --port {port}' 'fast=my-server --fast --port {port}'",
+    ),
+)

@@ -1,0 +1,364 @@
+"""Servers that tune starts: they are started, waited for, paused, measured and stopped as a whole.
+
+A supervisor process (`forerun.tune.supervisor`) stands between forerun and each server, and ends
+the server's whole process tree when forerun ends, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Lock
+from urllib.parse import urlsplit
+
+import psutil
+
+from forerun.bounded_read import parse_json
+from forerun.client.door import KEY_HINT, UNAUTHORIZED, Door, answer_deadline, authorization
+from forerun.client.urls import hide_urls
+from forerun.errors import ForerunError, ServerUnavailable, UnreadableInput
+from forerun.terminal_text import printable
+from forerun.tune import supervisor
+from forerun.tune.arms import Arm
+
+LOOPBACK = "127.0.0.1"
+_POLL_S = 0.25
+_ANSWER_S = 5.0
+_OTHER_PORTS_S = 5.0
+"""Between two looks at the ports that a server listens on instead of its own."""
+_STOP_S = supervisor.GRACE_S + supervisor.KILL_S + 5.0
+_TAIL_BYTES = 1 << 16
+_MAX_LIST_BYTES = 1 << 22
+_LONGEST_LINE = 200
+
+_CAUSES = (
+    (
+        r"out of memory(?! killer)|OutOfMemoryError|ErrorMemoryAllocation|ErrorOutOfDeviceMemory"
+        r"|No available memory for the cache blocks|less than desired GPU memory utilization"
+        r"|(failed|unable) to allocate",
+        "not enough memory",
+    ),
+    (r"address already in use|EADDRINUSE|couldn't bind", "its port is in use"),
+    (
+        r"unrecogni[sz]ed (argument|option)|unknown (argument|option)|invalid argument:"
+        r"|unexpected argument|no such option",
+        "it does not know an argument",
+    ),
+    (r"(ModuleNotFound|Import)Error|cannot open shared object", "a package is missing"),
+    (
+        r"Repository ?Not ?Found|not a valid model identifier|not appear to have a file named"
+        r"|No such file or directory|FileNotFoundError|HFValidationError|failed to open",
+        "a file is missing",
+    ),
+)
+"""What the last lines of servers say (vLLM, SGLang, llama.cpp, Python), and the cause it names.
+
+The first cause that some line names is taken: a lack of memory makes other errors follow.
+"""
+_ERROR = re.compile(r"error|exception|fatal|failed|panic|abort", re.IGNORECASE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_STAMP = re.compile(r"^(\([^()]*pid=\d+\) ?)?((ERROR|WARNING|INFO) [-\d]+ [:.\d]+ (\[[^\]]*\] )?)?")
+"""Beginnings of vLLM's lines: process, level, time, place."""
+
+
+class ServerFailed(ForerunError):
+    """A server did not start, was not ready in time or ended; the message is one line."""
+
+
+def free_ports() -> Iterator[int]:
+    """Yield ports of this machine, each once, that nothing listened on a moment ago."""
+    used: set[int] = set()
+    while True:
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK, 0))
+            port = int(listener.getsockname()[1])
+        if port not in used:
+            used.add(port)
+            yield port
+
+
+class ServerProcess:
+    """A server that is started with the command of an arm; as a context manager it is stopped.
+
+    Several may run at once. One thread uses an object, and any other may stop it.
+
+    Attributes:
+        arm: its command listens on the port of its URL.
+        log: file that the output is written to, the first megabyte and the last ones.
+    """
+
+    def __init__(self, arm: Arm, log: Path) -> None:
+        self.arm = arm
+        self.log = log
+        self.port = urlsplit(arm.url).port or 80
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._failure: str | None = None
+        self._lock = Lock()
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the server, unless it runs; it may be started again after it was stopped.
+
+        Raises:
+            ServerFailed: its port is in use, or its program or log cannot be opened.
+        """
+        if self._supervisor is not None:
+            return
+        environment = {**os.environ, **self.arm.environment}
+        program, self._failure = self.arm.command[0], None
+        if shutil.which(program, path=environment.get("PATH")) is None:
+            raise ServerFailed(f"there is no program {printable(program)!r}: give its path")
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((LOOPBACK, self.port))
+            except OSError as error:
+                raise ServerFailed(f"port {self.port} is in use: {error.strerror}") from error
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", supervisor.__file__, self.log, *self.arm.command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches forerun alone
+            )
+        except OSError as error:
+            raise ServerFailed(f"it cannot be started: {error}") from error
+
+    def wait_ready(self, timeout_s: float, report: Callable[[float], None]) -> None:
+        """Wait until the server lists its models.
+
+        Args:
+            timeout_s: seconds after which it is given up.
+            report: receives the seconds since the beginning, several times a second.
+
+        Raises:
+            InvalidRequest: the API key cannot be sent.
+            ServerFailed: the server ended, was stopped, is not ready in time, listens on another
+                port, or answers as no server with the OpenAI API does.
+        """
+        started_s = time.monotonic()
+        next_ports_s = _OTHER_PORTS_S
+        with Door(_ANSWER_S, authorization(None), uses_environment=False) as door:
+            while (elapsed_s := time.monotonic() - started_s) < timeout_s:
+                report(elapsed_s)
+                self._check_running()
+                if self._is_ready(door):
+                    self._check_running()
+                    return
+                if elapsed_s >= next_ports_s:
+                    next_ports_s = elapsed_s + _OTHER_PORTS_S
+                    self._check_ports(door)
+                self._wait_for_end(min(_POLL_S, timeout_s - elapsed_s))
+        self._check_running()
+        ports = self._list_ports()
+        problem = f"not ready after {timeout_s:g} s"
+        if ports and self.port not in ports:
+            problem = f"{self._explain_ports(ports)} within {timeout_s:g} s"
+        raise ServerFailed(f"{problem}; last line: {quote_last_line(self._read_tail())}")
+
+    def failure(self) -> str | None:
+        """Return why the server ended by itself; None while it runs, and after it was stopped."""
+        with self._lock:
+            if self._failure is None and self._supervisor is not None:
+                self._failure = self._read_failure(self._supervisor)
+            return self._failure
+
+    def pause(self) -> None:
+        """Stop all processes of the server (SIGSTOP), until `resume`."""
+        paused: set[psutil.Process] = set()
+        while new := set(self._list_processes()) - paused:  # one may have started another meanwhile
+            for process in new:
+                with contextlib.suppress(psutil.Error):
+                    process.suspend()
+            paused |= new
+
+    def resume(self) -> None:
+        """Continue after `pause`; without effect on a server that runs."""
+        for process in self._list_processes():
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+
+    def stop(self) -> None:
+        """End all processes of the server: SIGTERM, and SIGKILL to those left 10 s later."""
+        self.failure()
+        with self._lock:
+            server, processes, self._supervisor = self._supervisor, self._list_processes(), None
+        if server is None:
+            return
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.close()
+        server.terminate()  # a process forked from this one may hold the pipe open
+        try:
+            server.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        finally:
+            server.stdout.close()
+        for process in processes:  # those that left the process group, where this is not Linux
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def memory_bytes(self) -> int:
+        """Return the main memory of all processes of the server, in bytes.
+
+        Memory that processes share counts once where the system says how much it is (Linux).
+        """
+        return sum(map(_measure_memory, self._list_processes()))
+
+    def _list_processes(self) -> list[psutil.Process]:
+        """Return all processes of the server, without the supervisor."""
+        if self._supervisor is None:
+            return []
+        try:
+            return psutil.Process(self._supervisor.pid).children(recursive=True)
+        except psutil.Error:
+            return []
+
+    def _check_running(self) -> None:
+        if (reason := self.failure()) is not None:
+            raise ServerFailed(reason)
+        if self._supervisor is None:
+            raise ServerFailed("it was stopped before it was ready")
+
+    def _wait_for_end(self, timeout_s: float) -> None:
+        """Wait, but not longer than the server runs."""
+        ends_s = time.monotonic() + timeout_s
+        while time.monotonic() < ends_s and self._supervisor is not None and not self.failure():
+            time.sleep(0.02)
+
+    def _fetch_models(self, door: Door, port: int) -> tuple[int, bytes] | None:
+        """Return status and body of the list of models at a port; None without an answer."""
+        url = self.arm.url.replace(f":{self.port}", f":{port}").rstrip("/") + "/models"
+        deadline = answer_deadline(_ANSWER_S, url)
+        try:
+            reply = door.send("GET", url, deadline)
+            return reply.status, reply.body(deadline, _MAX_LIST_BYTES)
+        except (ServerUnavailable, UnreadableInput):
+            return None
+
+    def _is_ready(self, door: Door) -> bool:
+        """Whether the server lists models; raises ServerFailed where something else answers."""
+        answer = self._fetch_models(door, self.port)
+        if answer is None:
+            return False
+        ports = self._list_ports()
+        if ports and self.port not in ports:
+            raise ServerFailed(f"another program answers on port {self.port}")
+        status, body = answer
+        if status in UNAUTHORIZED:
+            raise ServerFailed(f"it refuses the API key (status {status}){KEY_HINT}")
+        if status != 200:  # llama.cpp answers 503 while it loads
+            return False
+        try:
+            return bool(parse_json(body, "the list")["data"][0]["id"])
+        except (UnreadableInput, LookupError, TypeError):
+            start = printable(body[:80].decode(errors="replace"), max_length=80)
+            raise ServerFailed(f"it lists no models: {self.arm.url}/models is {start!r}") from None
+
+    def _check_ports(self, door: Door) -> None:
+        """Raise ServerFailed where the server answers on another port than the arm's."""
+        ports = self._list_ports()
+        if self.port not in ports:
+            for port in ports:
+                answer = self._fetch_models(door, port)
+                if answer is not None and answer[0] == 200:
+                    raise ServerFailed(f"{self._explain_ports(ports)}: is --port in its command?")
+
+    def _explain_ports(self, ports: set[int]) -> str:
+        return (
+            f"never listened on port {self.port} (listens on {', '.join(map(str, sorted(ports)))})"
+        )
+
+    def _list_ports(self) -> set[int]:
+        """Return the ports that the server's processes listen on, as far as that can be seen."""
+        ports = set()
+        for process in self._list_processes():
+            with contextlib.suppress(psutil.Error):
+                for connection in process.net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        ports.add(int(connection.laddr.port))
+        return ports
+
+    def _read_failure(self, server: subprocess.Popen[bytes]) -> str | None:
+        """Return why the command has ended; None while it runs."""
+        assert server.stdout is not None
+        if not select.select([server.stdout], [], [], 0.0)[0]:
+            return None
+        line = server.stdout.readline().decode(errors="replace").strip()
+        try:
+            return explain_end(int(line), self._read_tail())
+        except ValueError:
+            return printable(line, max_length=_LONGEST_LINE) or "its supervisor was killed"
+
+    def _read_tail(self) -> str:
+        """Return the end of the log; empty where it cannot be read."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                return file.read(_TAIL_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def _measure_memory(process: psutil.Process) -> int:
+    try:
+        if sys.platform == "linux":
+            with contextlib.suppress(psutil.AccessDenied):
+                return int(process.memory_full_info().pss)
+        return int(process.memory_info().rss)
+    except psutil.Error:  # it has ended
+        return 0
+
+
+def _clean_lines(log: str) -> list[str]:
+    """Return the lines of a log without colours, time stamps and secrets; not the blank ones."""
+    plain = (_STAMP.sub("", _COLOUR.sub("", line)).strip() for line in log.splitlines())
+    return [printable(hide_urls(line), max_length=_LONGEST_LINE) for line in plain if line]
+
+
+def quote_last_line(log: str) -> str:
+    """Return the last line of a log for a message."""
+    lines = _clean_lines(log)
+    return lines[-1] if lines else "none was printed"
+
+
+def explain_end(status: int, log: str) -> str:
+    """Return in one line why a server ended.
+
+    Args:
+        status: its exit status; negative: the number of the signal.
+        log: the last lines it printed.
+    """
+    lines = _clean_lines(log)
+    number = -status if status < 0 else status - 128  # a shell adds 128
+    if number == signal.SIGKILL:
+        return "it was killed (SIGKILL), probably by the system for lack of main memory"
+    for pattern, cause in _CAUSES:
+        for line in reversed(lines):
+            if re.search(pattern, line, re.IGNORECASE):
+                return f"{cause}: {line}"
+    names = {one.value: one.name for one in signal.Signals}
+    ended = f"it was ended by {names[number]}" if number in names else f"exit status {status}"
+    errors = [line for line in lines if _ERROR.search(line)]
+    return f"{ended}: {errors[-1] if errors else quote_last_line(log)}"

@@ -1,0 +1,300 @@
+"""Which arm is measured next at which load, which one is given up and why, and which one wins.
+
+Successive halving with confidence intervals. In a round every arm that is left answers the same
+prompts; an arm is given up once it is shown to be slower than the fastest, or where the time does
+not reach for all that are left. Pure functions of the measured blocks: no clock, no server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+
+from forerun.theory.intervals import Interval, student_quantile
+from forerun.tune.arms import NONE, Load
+
+LEAST_BLOCKS = 3
+"""Blocks of every arm before one is given up as slower."""
+LEVEL = 0.02
+"""Probability with which one round gives up the fastest arm, at most; shared by all its rivals.
+
+Over whole races it is about the same, as tests/tune/test_race.py shows by simulation: a later round
+knows more, and an arm must be 3% or more slower than the fastest to count as an error.
+"""
+CLOSE = 0.98
+"""Arms that reach this share of the fastest one's tokens/s are as good as it."""
+LEAST_GAIN = 1.02
+"""Least speedup over the baseline that is worth a recommendation."""
+NO_TIME = "given up for lack of time, not shown to be slower"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTimes:
+    """Output tokens and seconds of one block; blocks of one load and index have the same prompts.
+
+    Attributes:
+        index: number of the block at its load, from 0.
+    """
+
+    arm: str
+    load: Load
+    index: int
+    num_tokens: int
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """An arm that is measured no more at a load, and why."""
+
+    arm: str
+    load: Load
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What is known of one arm at one load.
+
+    Attributes:
+        speedup: tokens/s over those of the baseline, with the 95% interval; None without a block
+            that both have.
+        reason: why it was given up; None while it is measured.
+    """
+
+    arm: str
+    speedup: Interval | None
+    num_blocks: int
+    reason: str | None = None
+
+
+def estimate_speedup(blocks: Sequence[BlockTimes], baseline: Sequence[BlockTimes]) -> Interval:
+    """Return the ratio of tokens/s over blocks that both arms have, with its 95% interval.
+
+    It is the geometric mean of the ratios, with Student's t on their logarithms. With a single
+    block the interval reaches from 0 to infinity.
+
+    Raises:
+        ValueError: no index is shared.
+    """
+    first, second = _log_rates(blocks), _log_rates(baseline)
+    differences = [rate - second[index] for index, rate in first.items() if index in second]
+    if not differences:
+        raise ValueError("the arms have no block of the same prompts")
+    if len(differences) == 1:
+        return Interval(estimate=math.exp(differences[0]), low=0.0, high=math.inf)
+    freedom = len(differences) - 1
+    error = math.sqrt(variance(differences) / len(differences))
+    return _ratio_interval(fmean(differences), student_quantile(0.975, freedom) * error)
+
+
+def pays(speedup: Interval | None) -> bool:
+    """Return whether an arm is shown to be faster than the baseline, by enough to matter."""
+    return speedup is not None and speedup.is_above(1.0) and speedup.estimate >= LEAST_GAIN
+
+
+def _log_rates(blocks: Sequence[BlockTimes]) -> dict[int, float]:
+    return {block.index: math.log(block.num_tokens / block.wall_s) for block in blocks}
+
+
+def _ratio_interval(log_ratio: float, reach: float) -> Interval:
+    low, estimate, high = (math.exp(log_ratio + step) for step in (-reach, 0.0, reach))
+    return Interval(estimate=estimate, low=low, high=high)
+
+
+class Race:
+    """The arms that are left at every load, by what was measured.
+
+    Args:
+        arms: "none" is the baseline; without it the first one is. The baseline is always measured.
+        max_rounds: after so many rounds the arms that are left are ranked as they are.
+        blocks_per_round: of every arm; with more than 1, each arm has all of its blocks of a round,
+            of all loads, in succession, which suits servers that cannot run side by side.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[str],
+        loads: Sequence[Load],
+        *,
+        max_rounds: int = 12,
+        blocks_per_round: int = 1,
+    ) -> None:
+        self.arms, self.loads = tuple(arms), tuple(loads)
+        self.baseline = NONE if NONE in arms else self.arms[0]
+        self.max_rounds, self.blocks_per_round = max_rounds, blocks_per_round
+        self.is_out_of_time = False
+        self._blocks: dict[tuple[str, Load], dict[int, BlockTimes]] = {
+            (arm, load): {} for arm in arms for load in loads
+        }
+        self._reasons: dict[tuple[str, Load], str] = {}
+        self._close: set[Load] = set()
+        self._num_compared = dict.fromkeys(loads, LEAST_BLOCKS - 1)
+
+    def add(self, block: BlockTimes) -> None:
+        """Add a measured block, now or of an interrupted run."""
+        self._blocks[block.arm, block.load][block.index] = block
+
+    def give_up(self, arm: str, reason: str, load: Load | None = None) -> None:
+        """Measure an arm no more, at one load or at all; an earlier reason is kept."""
+        for each in self.loads if load is None else (load,):
+            self._reasons.setdefault((arm, each), reason)
+
+    def living(self, load: Load) -> list[str]:
+        """Return the arms that are still measured at a load, the baseline among them."""
+        return [arm for arm in self.arms if (arm, load) not in self._reasons]
+
+    def count_rounds(self, load: Load) -> int:
+        """Return the number of rounds that all arms that are left have finished."""
+        return len(self._shared(load)) // self.blocks_per_round
+
+    def is_decided(self, load: Load) -> bool:
+        """Return whether more rounds at a load would not change what is recommended."""
+        num_rounds = self.count_rounds(load)
+        if self.is_out_of_time or num_rounds >= self.max_rounds or not self.living(load):
+            return True
+        return load in self._close or (num_rounds > 0 and len(self._rivals(load)) < 2)
+
+    def plan_round(self) -> list[tuple[str, Load, int]]:
+        """Return what is measured next, as arm, load and index; nothing once all is decided.
+
+        The order of the arms is reversed from round to round, so that a machine that becomes slower
+        slows no arm more than others.
+        """
+        loads = [load for load in self.loads if not self.is_decided(load)]
+        planned = []
+        for load in loads:
+            first = self.count_rounds(load) * self.blocks_per_round
+            backward = -1 if self.count_rounds(load) % 2 else 1
+            planned += [
+                (arm, load, index)
+                for index in range(first, first + self.blocks_per_round)
+                for arm in self.living(load)[::backward]
+                if index not in self._blocks[arm, load]
+            ]
+        if self.blocks_per_round > 1:
+            order = list(dict.fromkeys(arm for arm, _, _ in planned))
+            planned.sort(key=lambda block: order.index(block[0]))
+        return planned
+
+    def finish_round(self, seconds_left: float, arm_s: float = 0.0) -> list[GivenUp]:
+        """Give up arms after a round, and return them.
+
+        Call it also after the blocks of an interrupted run were added.
+
+        Args:
+            seconds_left: for further rounds.
+            arm_s: seconds that every arm needs in a round beside its blocks, such as for a start.
+        """
+        dropped = list[GivenUp]()
+        for load in self.loads:
+            number = len(self._shared(load))
+            if number <= self._num_compared[load] or len(self._rivals(load)) < 2:
+                continue
+            self._num_compared[load] = number
+            leader, ratios = self._compare(load)
+            ratios.pop(self.baseline, None)
+            for arm, ratio in ratios.items():
+                if ratio.is_below(1.0):
+                    reason = f"{ratio.show()} of the tokens/s of {leader}, {number} blocks"
+                    dropped.append(GivenUp(arm=arm, load=load, reason=reason))
+            if all(ratio.is_below(1.0) or ratio.is_above(CLOSE) for ratio in ratios.values()):
+                self._close.add(load)
+        for one in dropped:
+            self.give_up(one.arm, one.reason, one.load)
+        return dropped + self._save_time(seconds_left, arm_s)
+
+    def _save_time(self, seconds_left: float, arm_s: float) -> list[GivenUp]:
+        """Give up the slower half of the arms at the costliest load until a round fits the time."""
+        dropped = list[GivenUp]()
+        while True:
+            costs = {load: self._round_s(load) for load in self.loads if not self.is_decided(load)}
+            arms = {arm for load in costs for arm in self.living(load)}
+            if not costs or sum(costs.values()) + arm_s * len(arms) <= seconds_left:
+                return dropped
+            several = [load for load in costs if self._shared(load) and len(self._rivals(load)) > 1]
+            if not several:
+                self.is_out_of_time = True
+                return dropped
+            load = max(several, key=lambda load: costs[load])
+            order = sorted(self._rivals(load), key=lambda arm: -self._speed(arm, load))
+            for arm in order[(len(order) + 1) // 2 :]:
+                dropped.append(GivenUp(arm=arm, load=load, reason=NO_TIME))
+                self.give_up(arm, NO_TIME, load)
+
+    def rank(self, load: Load) -> list[Standing]:
+        """Return all arms, those that are left first, and the faster of them first."""
+        found = []
+        for arm in self.arms:
+            blocks = self._blocks[arm, load]
+            base = self._blocks[self.baseline, load]
+            speedup = None
+            if blocks.keys() & base.keys():
+                speedup = estimate_speedup([*blocks.values()], [*base.values()])
+            if arm == self.baseline:
+                speedup = Interval(estimate=1.0, low=1.0, high=1.0)
+            reason = self._reasons.get((arm, load))
+            found.append(Standing(arm=arm, speedup=speedup, num_blocks=len(blocks), reason=reason))
+        return sorted(
+            found,
+            key=lambda s: (s.reason is not None, 0.0 if s.speedup is None else -s.speedup.estimate),
+        )
+
+    def recommend(self, load: Load) -> Standing:
+        """Return the fastest arm that is left if it is shown to pay, and else the baseline."""
+        ranked = self.rank(load)
+        if pays(ranked[0].speedup):
+            return ranked[0]
+        return next(standing for standing in ranked if standing.arm == self.baseline)
+
+    def _rivals(self, load: Load) -> list[str]:
+        """Return the arms that are left beside the baseline."""
+        return [arm for arm in self.living(load) if arm != self.baseline]
+
+    def _shared(self, load: Load) -> list[int]:
+        """Return the indices of the blocks that all arms that are left have."""
+        sets = [self._blocks[arm, load].keys() for arm in self.living(load)]
+        return sorted(set.intersection(*map(set, sets))) if sets else []
+
+    def _speed(self, arm: str, load: Load) -> float:
+        """Return the mean logarithm of tokens/s over the blocks that all have."""
+        rates = _log_rates([self._blocks[arm, load][index] for index in self._shared(load)])
+        return fmean(rates.values())
+
+    def _round_s(self, load: Load) -> float:
+        """Return the seconds of one more round of the arms that are left; 0 if unknown."""
+        times = [[b.wall_s for b in self._blocks[arm, load].values()] for arm in self.living(load)]
+        return self.blocks_per_round * sum(fmean(walls) for walls in times if walls)
+
+    def _compare(self, load: Load) -> tuple[str, dict[str, Interval]]:
+        """Return the fastest arm, and the ratio of the others' tokens/s to its own.
+
+        The variance of a difference is the larger of two: that of its own blocks, and twice the
+        residual variance of all arms that are left after the means of arms and blocks are taken
+        out. Few blocks alone would say nothing, and an arm may vary more than others.
+        """
+        indices, names = self._shared(load), self.living(load)
+        rates = {
+            arm: _log_rates([self._blocks[arm, load][index] for index in indices]) for arm in names
+        }
+        means = {arm: fmean(rates[arm].values()) for arm in names}
+        leader = max(names, key=lambda arm: means[arm])
+        by_block = {index: fmean(rates[arm][index] for arm in names) for index in indices}
+        overall = fmean(means.values())
+        residuals = (
+            rates[arm][index] - means[arm] - by_block[index] + overall
+            for arm in names
+            for index in indices
+        )
+        freedom = (len(names) - 1) * (len(indices) - 1)
+        pooled = 2.0 * math.fsum(value * value for value in residuals) / freedom
+        t = student_quantile(1.0 - LEVEL / (len(names) - 1), freedom)
+        found = {}
+        for arm in names:
+            if arm != leader:
+                own = variance(rates[arm][index] - rates[leader][index] for index in indices)
+                reach = t * math.sqrt(max(pooled, own) / len(indices))
+                found[arm] = _ratio_interval(means[arm] - means[leader], reach)
+        return leader, found

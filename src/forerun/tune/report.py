@@ -1,0 +1,132 @@
+"""What a run of tune says: per load the fastest exact setting, its gain, and what was given up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from forerun.theory.intervals import Interval
+from forerun.tune.arms import Arm, Load
+from forerun.tune.check import ExactnessCheck
+from forerun.tune.drafting import Drafting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmResult:
+    """What was measured of one arm at one load.
+
+    Attributes:
+        speedup: tokens/s over those of the baseline on the same prompts; None without a block that
+            both have.
+        figures: tokens/s, TTFT and TPOT by the names of `load.LOAD_FIGURES`; empty without blocks.
+        drafting: counts of the engine; None where it reports none.
+        equal_texts: share of texts at T=0 that equal those of the baseline; None at other
+            temperatures.
+        reason: why the arm was given up; None for one that was measured until the end.
+    """
+
+    arm: str
+    speedup: Interval | None
+    num_blocks: int
+    figures: Mapping[str, Interval] = field(default_factory=dict)
+    drafting: Drafting | None = None
+    equal_texts: float | None = None
+    reason: str | None = None
+
+    @property
+    def cycle_cost(self) -> float | None:
+        """Return kappa: seconds of a step in those of one that decodes plainly.
+
+        A draft on this machine, at this load, gains where its acceptance length is above it.
+        """
+        tau = None if self.drafting is None else self.drafting.acceptance_length
+        return None if tau is None or self.speedup is None else tau / self.speedup.estimate
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "arm": self.arm,
+            "speedup": None if self.speedup is None else asdict(self.speedup),
+            "num_blocks": self.num_blocks,
+            "figures": {name: asdict(figure) for name, figure in self.figures.items()},
+            "drafting": None if self.drafting is None else self.drafting.to_dict(),
+            "cycle_cost": self.cycle_cost,
+            "equal_texts": self.equal_texts,
+            "given_up": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """The outcome at one load.
+
+    Attributes:
+        arms: the fastest first, those that were given up last.
+        recommended: name of the arm; the baseline's where no other is shown to be faster.
+        confirmed: its speedup on prompts that had no part in the choice; None for the baseline.
+        check: the audit of its text; None for the baseline.
+    """
+
+    load: Load
+    arms: tuple[ArmResult, ...]
+    recommended: str
+    confirmed: Interval | None = None
+    check: ExactnessCheck | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "clients": self.load.clients,
+            "temperature": self.load.temperature,
+            "arms": [arm.to_dict() for arm in self.arms],
+            "recommended": self.recommended,
+            "confirmed": None if self.confirmed is None else asdict(self.confirmed),
+            "check": None if self.check is None else asdict(self.check),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneReport:
+    """The result of a run.
+
+    Attributes:
+        source: the command, target or addresses that were tuned, as the user wrote them.
+        baseline: name of the arm that the others are compared with.
+        memory_bytes: main memory of every arm's server.
+        start_s: seconds from its start until it answered.
+        minutes: that the run took, those before an interruption included.
+        is_complete: whether every load was decided, and its recommendation confirmed.
+        provenance: machine, versions and time.
+    """
+
+    source: str
+    baseline: str
+    arms: tuple[Arm, ...]
+    loads: tuple[LoadResult, ...]
+    memory_bytes: Mapping[str, int]
+    start_s: Mapping[str, float]
+    minutes: float
+    is_complete: bool
+    provenance: Mapping[str, object]
+
+    def command_of(self, name: str) -> str:
+        """Return the command that starts an arm's server, or its address."""
+        arm = next(arm for arm in self.arms if arm.name == name)
+        return arm.shown_command if arm.command else arm.url
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "source": self.source,
+            "baseline": self.baseline,
+            "arms": [
+                {
+                    "name": arm.name,
+                    "command": self.command_of(arm.name),
+                    "memory_bytes": self.memory_bytes.get(arm.name),
+                    "start_s": self.start_s.get(arm.name),
+                }
+                for arm in self.arms
+            ],
+            "loads": [result.to_dict() for result in self.loads],
+            "minutes": self.minutes,
+            "is_complete": self.is_complete,
+            "provenance": dict(self.provenance),
+        }

@@ -1,0 +1,348 @@
+"""Runs a comparison of servers: measures in turns, confirms the fastest setting, audits it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from forerun.client.connection import ClientConfig
+from forerun.errors import InvalidRequest, ServerUnavailable
+from forerun.provenance import collect
+from forerun.sampling.config import SamplingParams
+from forerun.theory.intervals import Interval
+from forerun.tune.arms import Arm, Load
+from forerun.tune.check import ExactnessCheck, check_text
+from forerun.tune.config import TuneConfig
+from forerun.tune.drafting import find_drafting, sum_drafting
+from forerun.tune.fleet import Fleet, Notify
+from forerun.tune.load import (
+    LoadBlock,
+    PromptDeck,
+    compare_texts,
+    compute_figures,
+    count_requests,
+    list_prompts,
+    measure_load,
+)
+from forerun.tune.process import ServerFailed
+from forerun.tune.race import LEAST_BLOCKS, NO_TIME, Race, estimate_speedup, pays
+from forerun.tune.report import ArmResult, LoadResult, TuneReport
+from forerun.tune.server import MeasuredServer
+from forerun.tune.state import AuditRecord, BlockRecord, GivenUpRecord, StateFile
+
+RACE_SHARE = 0.7
+"""Share of the minutes for choosing; the rest confirms and audits what was chosen."""
+CONFIRM_BLOCKS = 8
+"""Blocks of the chosen arm and of the baseline on prompts that had no part in the choice."""
+WARM_UP_TOKENS = 16
+BLOCKS_PER_START = 3
+"""Blocks of an arm before the next one starts, where servers run one at a time."""
+
+
+def describe_settings(arms: Sequence[Arm], config: TuneConfig, source: str) -> dict[str, str]:
+    """Return what an interrupted run must share with the one that goes on, as text by name."""
+    return {
+        "command": source,
+        "arms": ", ".join(arm.name for arm in arms),
+        "loads": "; ".join(load.label for load in config.loads),
+        "max_tokens": str(config.max_tokens),
+        "prompts": "" if config.prompts is None else str(config.prompts),
+    }
+
+
+class Tuner:
+    """One run over the arms of one server.
+
+    Args:
+        arms: "none" among them is the baseline; without it the first one is.
+        source: what was tuned, as the user wrote it.
+        folder: for the state of the run and the logs of the servers; a run on the same folder
+            goes on where another was interrupted.
+        notify: receives what is being done.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        config: TuneConfig,
+        *,
+        source: str,
+        folder: Path,
+        notify: Notify,
+    ) -> None:
+        self.arms = {arm.name: arm for arm in arms}
+        self.config, self.source, self.folder = config, source, folder
+        self.notify = notify
+        self.state = StateFile(folder, describe_settings(arms, config, source))
+        self.race = Race(list(self.arms), config.loads)
+        self.fleet = Fleet(
+            arms,
+            folder / "logs",
+            one_at_a_time=config.one_at_a_time,
+            ready_s=config.ready_s,
+            on_start=self._warm_up,
+            notify=notify,
+        )
+        self._servers: dict[str, MeasuredServer] = {}
+        self._deck: PromptDeck | None = None
+        self._blocks: dict[tuple[str, Load, bool], list[LoadBlock]] = {}
+        self._checks: dict[str, ExactnessCheck] = {}
+        self._confirmed: dict[Load, Interval] = {}
+        self._recommended: dict[Load, str] = {}
+        self._started_s = time.monotonic()
+
+    @property
+    def minutes(self) -> float:
+        """Minutes since the run began."""
+        return (time.monotonic() - self._started_s) / 60.0
+
+    def run(self) -> TuneReport:
+        """Measure until every load is decided or the time is over, and confirm what won.
+
+        Raises:
+            ServerFailed: the baseline cannot be started or measured.
+        """
+        with self.state, self.fleet:
+            try:
+                self._restore()
+                self._choose()
+                for load in self.config.loads:
+                    self._confirm(load)
+            finally:
+                for server in self._servers.values():
+                    server.close()
+        return self.report()
+
+    def report(self) -> TuneReport:
+        """Return what is known until now."""
+        return TuneReport(
+            source=self.source,
+            baseline=self.race.baseline,
+            arms=tuple(self.arms.values()),
+            loads=tuple(map(self._summarise, self.config.loads)),
+            memory_bytes=self.fleet.memory_bytes,
+            start_s=self.fleet.start_s,
+            minutes=self.minutes,
+            is_complete=len(self._recommended) == len(self.config.loads),
+            provenance=collect({}).to_dict(),
+        )
+
+    def _restore(self) -> None:
+        """Take over what an interrupted run measured and decided."""
+        for record in self.state.records:
+            if isinstance(record, BlockRecord):
+                self._add(record.block, record.is_final)
+            elif isinstance(record, AuditRecord):
+                self._checks[record.arm] = msgspec.convert(record.report, ExactnessCheck)
+            else:
+                self.race.give_up(record.arm, record.reason, record.load)
+
+    # ------------------------------------------------------------------------------- measuring
+
+    def _choose(self) -> None:
+        """Play rounds until every load is decided or its share of the time is over."""
+        while planned := self.race.plan_round():
+            for name, group in groupby(planned, key=lambda block: block[0]):
+                if self._find_seconds_left() <= 0.0 and name != self.race.baseline:
+                    self._give_up(name, NO_TIME)
+                else:
+                    self._measure(name, [(load, index) for _, load, index in group])
+            if self.fleet.one_at_a_time and self.race.blocks_per_round == 1:
+                self.race.blocks_per_round = BLOCKS_PER_START
+            start_s = max(self.fleet.start_s.values(), default=0.0)
+            arm_s = start_s if self.fleet.one_at_a_time else 0.0
+            for one in self.race.finish_round(self._find_seconds_left(), arm_s):
+                self._give_up(one.arm, one.reason, one.load)
+
+    def _find_seconds_left(self) -> float:
+        """Return the seconds that are left to choose."""
+        return 60.0 * (RACE_SHARE * self.config.minutes - self.minutes)
+
+    def _measure(
+        self, name: str, blocks: Sequence[tuple[Load, int]], is_final: bool = False
+    ) -> bool:
+        """Measure blocks of one arm; returns whether its server answered them all.
+
+        Raises:
+            ServerFailed: it is the baseline, without which nothing can be compared.
+        """
+        try:
+            with self.fleet.use(name):
+                for load, index in blocks:
+                    what = "confirming" if is_final else "measuring"
+                    self.notify(f"{load.label}: {what} {name}, block {index + 1}")
+                    block = self._measure_block(name, load, index, is_final)
+                    self._add(block, is_final)
+                    self.state.append(BlockRecord(block=block, is_final=is_final))
+        except (InvalidRequest, ServerFailed, ServerUnavailable) as error:
+            reason = self.fleet.find_failure(name) or str(error)
+            self._forget(name)
+            if name == self.race.baseline:
+                raise ServerFailed(
+                    f"{name}, which the others are compared with: {reason}"
+                ) from error
+            self._give_up(name, reason)
+            return False
+        return True
+
+    def _give_up(self, name: str, reason: str, load: Load | None = None) -> None:
+        """Measure an arm no more at a load, or at all."""
+        self.race.give_up(name, reason, load)
+        if reason != NO_TIME:  # a run that goes on has time again
+            self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
+        self.notify(f"{name} given up: {reason}")
+
+    def _measure_block(self, name: str, load: Load, index: int, is_final: bool) -> LoadBlock:
+        server = self._connect(name)
+        prompts = self._find_deck().deal(load, index, count_requests(load), is_final=is_final)
+        params = SamplingParams(max_tokens=self.config.max_tokens)
+        before = server.read_metrics()
+        block = measure_load(server, prompts, params, arm=name, load=load, index=index)
+        drafting = find_drafting(block.answers, before, server.read_metrics())
+        return replace(block, drafting=drafting)
+
+    def _add(self, block: LoadBlock, is_final: bool) -> None:
+        self._blocks.setdefault((block.arm, block.load, is_final), []).append(block)
+        if not is_final:
+            self.race.add(block.times)
+
+    def _connect(self, name: str) -> MeasuredServer:
+        if name not in self._servers:
+            most = max(load.clients for load in self.config.loads)
+            arm = self.arms[name]
+            config = ClientConfig(
+                url=arm.url,
+                key_variable=None if arm.command else self.config.key_variable,
+                max_connections=most,
+                num_tries=1,
+                timeout_s=self.config.hang_s,
+            )
+            self._servers[name] = MeasuredServer(config)
+        return self._servers[name]
+
+    def _forget(self, name: str) -> None:
+        """Stop the server of an arm and close the connections to it."""
+        self.fleet.stop(name)
+        if (server := self._servers.pop(name, None)) is not None:
+            server.close()
+
+    def _find_deck(self) -> PromptDeck:
+        """Return the prompts, as conversations if the first server that answers takes them."""
+        if self._deck is None:
+            server = next(iter(self._servers.values()))
+            entries = list_prompts(self.config.prompts, is_chat=server.can_chat())
+            has_urls = any(not arm.command for arm in self.arms.values())
+            self._deck = PromptDeck(entries, secrets.randbits(32), marks_all=has_urls)
+            for record in self.state.records:  # the order of the calls decides the prompts
+                if isinstance(record, BlockRecord):
+                    load = record.block.load
+                    number = count_requests(load)
+                    self._deck.deal(load, record.block.index, number, is_final=record.is_final)
+        return self._deck
+
+    def _warm_up(self, arm: Arm) -> None:
+        """Send short requests from all clients to a server that has just started."""
+        if (old := self._servers.pop(arm.name, None)) is not None:
+            old.close()
+        server = self._connect(arm.name)
+        most = max(load.clients for load in self.config.loads)
+        params = SamplingParams(max_tokens=WARM_UP_TOKENS)
+        load = Load(clients=most)
+        prompts = self._find_deck().deal_warm_up(most)
+        measure_load(server, prompts, params, arm=arm.name, load=load, index=-1)
+
+    # ------------------------------------------------------------------------------ confirming
+
+    def _confirm(self, load: Load) -> None:
+        """Measure the fastest arm on other prompts and audit it, until one passes both."""
+        while (best := self.race.recommend(load).arm) != self.race.baseline:
+            if (reason := self._find_objection(best, load)) is None:
+                break
+            self._give_up(best, reason, load)
+        self._recommended[load] = self.race.recommend(load).arm
+
+    def _find_objection(self, name: str, load: Load) -> str | None:
+        """Return why an arm is not recommended after all; None if it is."""
+        pair = (self.race.baseline, name)
+        blocks = [
+            (each, n)
+            for n in range(self._count_confirming(load))
+            for each in pair[:: -1 if n % 2 else 1]
+            if n not in {b.index for b in self._blocks.get((each, load, True), ())}
+        ]
+        if self.fleet.one_at_a_time:
+            blocks.sort(key=lambda block: pair.index(block[0]))
+        for each, group in groupby(blocks, key=lambda block: block[0]):
+            if not self._measure(each, [(load, index) for _, index in group], is_final=True):
+                return "it failed while it was confirmed"  # its own reason is kept
+        baseline, times = (
+            [block.times for block in self._blocks[each, load, True]] for each in pair
+        )
+        speedup = self._confirmed[load] = estimate_speedup(times, baseline)
+        if not pays(speedup):
+            return f"not confirmed on other prompts: {speedup.show()}"
+        check = self._check(name)
+        return None if check.status != "deviates" else f"it changes the text: {check.sentence}"
+
+    def _count_confirming(self, load: Load) -> int:
+        """Return how many blocks of two arms fit into half of the time that is left, at least 3."""
+        walls = [b.wall_s for b in self._blocks[self.race.baseline, load, False]]
+        seconds_left = 60.0 * (self.config.minutes - self.minutes) / len(self.config.loads)
+        return max(LEAST_BLOCKS, min(CONFIRM_BLOCKS, int(seconds_left / 4.0 / fmean(walls))))
+
+    def _check(self, name: str) -> ExactnessCheck:
+        """Audit the text of an arm once, for all loads."""
+        if name not in self._checks:
+            if not self.config.audit_tokens:
+                sentence = "The text was not audited: --audit-tokens is 0."
+                return ExactnessCheck(status="not_audited", sentence=sentence)
+            names = (name,) if self.fleet.one_at_a_time else (name, self.race.baseline)
+            with self.fleet.use(*names) as running:
+                self._checks[name] = check_text(
+                    running[name],
+                    running.get(self.race.baseline),
+                    self.config.audit_tokens,
+                    prompts=self.config.prompts,
+                    key_variable=self.config.key_variable,
+                    notify=self.notify,
+                )
+            self.state.append(AuditRecord(arm=name, report=asdict(self._checks[name])))
+        return self._checks[name]
+
+    # --------------------------------------------------------------------------------- results
+
+    def _summarise(self, load: Load) -> LoadResult:
+        """Return the arms at a load, and what is recommended there so far."""
+        rows = []
+        baseline = self._blocks.get((self.race.baseline, load, False), [])
+        for standing in self.race.rank(load):
+            blocks = self._blocks.get((standing.arm, load, False), [])
+            share = None
+            if load.temperature == 0.0 and standing.arm != self.race.baseline:
+                share = compare_texts(blocks, baseline)[1]
+            rows.append(
+                ArmResult(
+                    arm=standing.arm,
+                    speedup=standing.speedup,
+                    num_blocks=standing.num_blocks,
+                    figures=compute_figures(blocks) if blocks else {},
+                    drafting=sum_drafting(block.drafting for block in blocks),
+                    equal_texts=None if share is None else share.estimate,
+                    reason=standing.reason,
+                )
+            )
+        recommended = self._recommended.get(load, self.race.baseline)
+        return LoadResult(
+            load=load,
+            arms=tuple(rows),
+            recommended=recommended,
+            confirmed=None if recommended == self.race.baseline else self._confirmed.get(load),
+            check=self._checks.get(recommended),
+        )

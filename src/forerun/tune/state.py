@@ -1,0 +1,143 @@
+"""The folder of a run of `forerun tune`, from which an interrupted run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import msgspec
+
+from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.record_file import RecordFile
+from forerun.tune.arms import Load
+from forerun.tune.load import LoadBlock
+
+FORMAT = "1"
+
+
+class Header(msgspec.Struct, frozen=True, tag="header"):
+    """The settings that decide what a run measures, as text by name."""
+
+    settings: dict[str, str]
+
+
+class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
+    """A measured block.
+
+    Attributes:
+        is_final: whether it is of the final measurement, whose prompts chose nothing.
+    """
+
+    block: LoadBlock
+    is_final: bool = False
+
+
+class GivenUpRecord(msgspec.Struct, frozen=True, kw_only=True, tag="given up"):
+    """An arm that is measured no more.
+
+    Attributes:
+        load: None for every load, because its server failed.
+    """
+
+    arm: str
+    reason: str
+    load: Load | None = None
+
+
+class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
+    """The audit of an arm, in JSON values."""
+
+    arm: str
+    report: dict[str, Any]
+
+
+Record: TypeAlias = BlockRecord | GivenUpRecord | AuditRecord
+
+
+class StateFile:
+    """What a run measured and decided, in `state.jsonl`, one record appended at a time.
+
+    Used in a `with` statement, while which no other run can use the folder.
+
+    Args:
+        folder: created if it does not exist.
+        settings: a run goes on only with the same ones.
+
+    Attributes:
+        records: those of the interrupted run, in their order.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.records: Sequence[Record] = ()
+        self._header = Header({**settings, "format": FORMAT})
+        self._file = RecordFile[Header | Record](folder / "state.jsonl", Header | Record)
+        self._lock: IO[bytes] | None = None
+
+    def __enter__(self) -> StateFile:
+        """Take the folder and read it.
+
+        Raises:
+            InvalidRequest: another run uses it, it is of a run with other settings, or it cannot
+                be read or written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock_folder(self.folder)
+            self.records = self._load()
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, OSError | UnreadableInput):
+                raise InvalidRequest(
+                    f"--out {self.folder} cannot be used: {error}; name another folder"
+                ) from error
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def append(self, record: Record) -> None:
+        """Append a record, and wait until it is on the disk."""
+        self._file.append(record)
+
+    def _load(self) -> list[Record]:
+        if self._file.is_empty():
+            self._file.append(self._header)
+            return []
+        found = self._file.read()
+        if not found or not isinstance(first := found[0], Header):
+            raise InvalidRequest(
+                f"{self._file.path} is not of forerun tune; name another folder with --out"
+            )
+        kept, wanted = first.settings, self._header.settings
+        if kept != wanted:
+            changes = [
+                f"{name} was {kept.get(name, 'not set')}, is {wanted.get(name, 'not set')}"
+                for name in sorted(kept.keys() | wanted.keys())
+                if kept.get(name) != wanted.get(name)
+            ]
+            raise InvalidRequest(
+                f"{self.folder} holds a run with other settings ({'; '.join(changes)}); name "
+                "another folder with --out, or give those settings to go on"
+            )
+        return [record for record in found if not isinstance(record, Header)]
+
+
+def _lock_folder(folder: Path) -> IO[bytes]:
+    """Return an open file that keeps other runs out until it is closed, or its process ends."""
+    import fcntl  # not on Windows, where no server can be paused either
+
+    file = (folder / ".lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise InvalidRequest(
+            f"another run of forerun tune uses {folder}; wait until it has ended, or name another "
+            "folder with --out"
+        ) from error
+    return file
