@@ -19,7 +19,14 @@ FAST = ("--step-s", "0.002")
 SLOW = ("--step-s", "0.02")
 
 
-def run(arms: list[Arm], folder: Path, *, audit_tokens: int = 0, minutes: float = 10.0, **settings: object) -> TuneReport:
+def run(
+    arms: list[Arm],
+    folder: Path,
+    *,
+    audit_tokens: int = 0,
+    minutes: float = 10.0,
+    **settings: object,
+) -> TuneReport:
     notes: list[str] = []
     config = TuneConfig(max_tokens=32, minutes=minutes, audit_tokens=audit_tokens, **settings)
     tuner = Tuner(arms, config, source="fake", folder=folder, notify=notes.append)

@@ -57,7 +57,9 @@ class LlamaCppDialect(EngineDialect):
     def read(self, words: Sequence[str]) -> ServerCommand | None:
         """Name the type of a draft model: builds since May 2026 do not speculate without."""
         command = super().read(words)
-        if command is None or {TYPE, "--spec-default", *OLD_K_FLAGS} & {*command.typed}:
+        if command is None or command.speculation.draft is None:
+            return command
+        if {TYPE, "--spec-default", *OLD_K_FLAGS} & {flag.name for flag in self._split(words)}:
             return command
         return replace(command, typed=self.write_flags(command.speculation, command))
 
