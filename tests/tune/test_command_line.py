@@ -234,8 +234,8 @@ def test_drafts_of_one_name_in_two_folders_are_two_arms() -> None:
         ("vllm serve m > log 2>&1 &", "starts no shell"),
         ("llama-server ... -m a", "starts no shell"),
         ("vllm serve $NO_SUCH_NAME_HERE", "has no value here"),
-        ("docker run --gpus all vllm/vllm-openai --model m", "--url"),
-        ("sudo podman run x vllm serve m", "--url"),
+        ("docker run --gpus all vllm/vllm-openai --model m", "--arm NAME=URL"),
+        ("sudo podman run x vllm serve m", "--arm NAME=URL"),
     ],
 )
 def test_a_command_that_cannot_be_used_is_refused_in_one_line(text: str, reason: str) -> None:
@@ -274,13 +274,12 @@ def test_no_word_is_lost(program: str, rest: list[str], data: st.DataObject) -> 
     words = [f"x{word}" if word.startswith("-") and word[:3] != "--x" else word for word in rest]
     engine = next(d for d in DIALECTS.values() if d.read(shlex.split(program)))
     flags = data.draw(st.lists(st.sampled_from((*TAKEN[engine.name], "--port", "--host"))))
-    typed = shlex.split(program)
-    for word in words:
-        typed.append(word)
+    units = [[word] for word in words]
     for flag in flags:
         value = '{"method": "suffix"}' if flag == "--speculative-config" else "7"
-        place = data.draw(st.integers(len(shlex.split(program)), len(typed)))
-        typed[place:place] = [f"{flag}={value}"] if data.draw(st.booleans()) else [flag, value]
+        unit = [f"{flag}={value}"] if data.draw(st.booleans()) else [flag, value]
+        units.insert(data.draw(st.integers(0, len(units))), unit)
+    typed = [*shlex.split(program), *itertools.chain(*units)]
     command = engine.read(typed)
     assert command is not None
     places = (*command.program, *command.arguments, *command.typed, *command.address)

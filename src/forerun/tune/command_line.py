@@ -51,7 +51,7 @@ def parse_command(text: str) -> ServerCommand:
             return replace(command, environment=MappingProxyType(environment))
     raise InvalidRequest(
         f"{shlex.join(words)!r:.80} starts no server that tune knows (vllm serve, llama-server, "
-        "sglang.launch_server, forerun serve): give one command per setting with --arm NAME=COMMAND"
+        "sglang.launch_server, forerun serve): give each setting's command with --arm NAME=COMMAND"
     )
 
 
@@ -109,7 +109,7 @@ def _check_words(words: Sequence[str], environment: Mapping[str, str]) -> None:
         raise InvalidRequest(
             f"{elsewhere} starts the server where tune reaches neither its process nor its port: "
             "give the command that runs there, or start one server per setting by hand and give "
-            "each with --url"
+            "each with --arm NAME=URL"
         )
     for word in words:
         if word == "..." or (word and set(word) <= set("();<>|&")):

@@ -189,7 +189,7 @@ class EngineDialect(ABC):
             return next((u for u in self.usual if u.method == method), Speculation(method=method))
         if head.lower() in self.methods and tail:
             return Speculation(method=self.methods[head.lower()], draft=tail)
-        kind = self.methods.get(guess_kind(text), self.methods[SOME_DRAFT])
+        kind = self.methods.get(find_kind(text), self.methods[SOME_DRAFT])
         return Speculation(method=kind, draft=text)
 
     def _find_program(self, words: Sequence[str]) -> int | None:
@@ -224,7 +224,7 @@ def write_options(options: Sequence[tuple[str, str]]) -> list[str]:
     return [word for name, value in options for word in ((name, value) if value else (name,))]
 
 
-def guess_kind(draft: str) -> str:
+def find_kind(draft: str) -> str:
     """Return "eagle3", "eagle", "dflash" or "draft" by the name and config.json of a draft."""
     config = Path(draft) / "config.json"
     text = Path(draft).name + (read_text(config) if config.is_file() else "")
