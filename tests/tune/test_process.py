@@ -179,7 +179,7 @@ def test_a_server_on_another_port_is_recognised(log):
     arm = fake_arm("ignores-port")
     port = arm.url.split(":")[2].removesuffix("/v1")
     reason = fail(arm, log)
-    other = re.search(r"listening on 127.0.0.1:(\d+)", read(log))[1]
+    other = re.search(r"listening on http://127.0.0.1:(\d+)", read(log))[1]
     assert reason.startswith(f"never listened on port {port} (listens on {other})")
 
 
@@ -392,6 +392,17 @@ def test_no_process_is_left_when_forerun_ends(number, word, log):
         parent.communicate()
     assert parent.returncode
     wait_until(lambda: not find_fakes())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left_at_any_moment(number, log):
+    for hundredths in range(2, 80, 4):
+        with start_parent("wait", log) as parent:
+            threading.Event().wait(hundredths / 100)
+            parent.send_signal(number)
+            parent.communicate()
+        wait_until(lambda: not find_fakes())
 
 
 def test_paused_servers_end_with_forerun(log):

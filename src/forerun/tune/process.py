@@ -175,13 +175,12 @@ class ServerProcess:
                     return
                 if elapsed_s >= next_ports_s:
                     next_ports_s = elapsed_s + _OTHER_PORTS_S
-                    self._check_ports(door)
+                    self._check_ports()
                 self._wait_for_end(min(_POLL_S, timeout_s - elapsed_s))
         self._check_running()
-        ports = self._list_ports()
-        problem = f"not ready after {timeout_s:g} s"
+        ports, problem = self._list_ports(), f"not ready after {timeout_s:g} s"
         if ports and self.port not in ports:
-            problem = f"{self._explain_ports(ports)} within {timeout_s:g} s"
+            problem = f"{problem}, {self._explain_ports(ports)}"
         raise ServerFailed(f"{problem}; last line: {quote_last_line(self._read_tail())}")
 
     def failure(self) -> str | None:
@@ -247,43 +246,36 @@ class ServerProcess:
         while time.monotonic() < ends_s and self._supervisor is not None and not self.failure():
             time.sleep(0.02)
 
-    def _fetch_models(self, door: Door, port: int) -> tuple[int, bytes] | None:
-        """Return status and body of the list of models at a port; None without an answer."""
-        url = self.arm.url.replace(f":{self.port}", f":{port}").rstrip("/") + "/models"
+    def _is_ready(self, door: Door) -> bool:
+        """Whether the server lists models; raises ServerFailed where something else answers."""
+        url = self.arm.url.rstrip("/") + "/models"
         deadline = answer_deadline(_ANSWER_S, url)
         try:
             reply = door.send("GET", url, deadline)
-            return reply.status, reply.body(deadline, _MAX_LIST_BYTES)
+            body = reply.body(deadline, _MAX_LIST_BYTES)
         except (ServerUnavailable, UnreadableInput):
-            return None
-
-    def _is_ready(self, door: Door) -> bool:
-        """Whether the server lists models; raises ServerFailed where something else answers."""
-        answer = self._fetch_models(door, self.port)
-        if answer is None:
             return False
         ports = self._list_ports()
         if ports and self.port not in ports:
             raise ServerFailed(f"another program answers on port {self.port}")
-        status, body = answer
-        if status in UNAUTHORIZED:
-            raise ServerFailed(f"it refuses the API key (status {status}){KEY_HINT}")
-        if status != 200:  # llama.cpp answers 503 while it loads
+        if reply.status in UNAUTHORIZED:
+            raise ServerFailed(f"it refuses the API key (status {reply.status}){KEY_HINT}")
+        if reply.status != 200:  # llama.cpp answers 503 while it loads
             return False
         try:
             return bool(parse_json(body, "the list")["data"][0]["id"])
         except (UnreadableInput, LookupError, TypeError):
             start = printable(body[:80].decode(errors="replace"), max_length=80)
-            raise ServerFailed(f"it lists no models: {self.arm.url}/models is {start!r}") from None
+            raise ServerFailed(f"it lists no models: {url} is {start!r}") from None
 
-    def _check_ports(self, door: Door) -> None:
-        """Raise ServerFailed where the server answers on another port than the arm's."""
-        ports = self._list_ports()
-        if self.port not in ports:
-            for port in ports:
-                answer = self._fetch_models(door, port)
-                if answer is not None and answer[0] == 200:
-                    raise ServerFailed(f"{self._explain_ports(ports)}: is --port in its command?")
+    def _check_ports(self) -> None:
+        """Raise ServerFailed where the log says that the server listens on another port.
+
+        The port itself is not tried: it may be one that the server's processes meet at.
+        """
+        ports, log = self._list_ports(), self._read_tail()
+        if any(re.search(rf" on https?://\S*:{port}\b", log) for port in ports - {self.port}):
+            raise ServerFailed(f"{self._explain_ports(ports)}: is --port in its command?")
 
     def _explain_ports(self, ports: set[int]) -> str:
         return (
