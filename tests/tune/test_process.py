@@ -17,8 +17,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.tune.fakes import FAKE, LONG_S, fake_arm, is_running, wait_until
+from tests.tune.fakes import LONG_S, fake_arm, is_running, wait_until
 
+from forerun.client.client import Client
+from forerun.client.connection import ClientConfig
+from forerun.errors import ForerunError
 from forerun.tune import process, supervisor
 from forerun.tune.arms import Arm
 from forerun.tune.process import ServerFailed, ServerProcess, explain_end, free_ports
@@ -478,5 +481,32 @@ def test_honest_fakes_agree_and_a_wrong_one_does_not(tmp_path):
             assert b"vllm:spec_decode_num_accepted_tokens_per_pos_total{" in answer.read()
 
 
-def test_the_fake_is_the_file_that_arms_start():
-    assert str(FAKE) in fake_arm().command
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [("garbage", "not JSON"), ("hang-after=0", "cannot be reached|no response|to answer")],
+)
+def test_a_fake_answers_wrongly(fault, problem, log):
+    arm = marked(fake_arm(fault))
+    config = ClientConfig(url=arm.url, num_tries=1, timeout_s=2.0)
+    with ServerProcess(arm, log) as server, Client(config) as client:
+        server.wait_ready(LONG_S, ignore)
+        with pytest.raises(ForerunError, match=problem):
+            list(client.stream("once", {"max_tokens": 4}))
+        assert server.failure() is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_fake_streams_tokens_with_usage_and_logprobs(temperature, log):
+    arm = marked(fake_arm(options=("--k", "3")))
+    with ServerProcess(arm, log) as server, Client(ClientConfig(url=arm.url)) as client:
+        server.wait_ready(LONG_S, ignore)
+        fields = {"max_tokens": 30, "temperature": temperature}
+        pieces = list(client.stream("once", fields, logprobs=20, seed=3))
+        whole = client.complete("once", fields, logprobs=20, seed=3)
+        messages = [{"role": "user", "content": "once"}]
+        assert client.chat(messages, fields).usage.completion_tokens == 30
+    assert 8 <= len(pieces) < 30
+    assert "".join(piece.text or "" for piece in pieces) == whole.text
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens == 30
+    assert sum(len(piece.logprobs or ()) for piece in pieces) == len(whole.logprobs) == 30
+    assert len(whole.token_ids) == 30
