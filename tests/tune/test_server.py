@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,8 +14,9 @@ from tests.server.conftest import serving, tiny_engine
 
 from forerun.client.connection import ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
-from forerun.measure.bench.endpoint import MeasuredServer, sampling_fields
+from forerun.measure.request_fields import sampling_fields
 from forerun.sampling.config import SamplingParams
+from forerun.tune.server import MeasuredServer, digest_text
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
 
@@ -29,8 +32,10 @@ def test_it_has_the_texts_and_counts_of_the_engine(address, extra):
     with MeasuredServer(ClientConfig(url=address), extra=extra) as server:
         for prompt in ([3, 4, 5], [6, 7], [8]):
             found = server.ask(prompt, PARAMS)
-            assert found.text == tiny_engine().generate([prompt], PARAMS)[0].text
-            assert found.num_tokens == 20
+            text = tiny_engine().generate([prompt], PARAMS)[0].text
+            assert found.digest == digest_text(text)
+            assert (found.num_tokens, found.finish_reason) == (20, "length")
+            assert bool(found.num_drafted) == (not extra)
             assert found.ttft_s is not None
             assert 0.0 <= found.ttft_s <= found.total_s
 
@@ -66,8 +71,9 @@ def events(*data: object) -> httpx.Response:
         (events({"error": {"message": "out of memory"}}), "out of memory"),
         (events({"choices": [3]}), "no completion"),
         (events({"choices": [{"token_ids": ["x"]}]}), "no completion"),
-        (events({"usage": {"completion_tokens": 3}}), "events without a completion"),
-        (events({"id": 3}), "events without a completion"),
+        (events({"usage": {"completion_tokens": 3}}), "ends its answer without a token"),
+        (events({"id": 3}), "ends its answer without a token"),
+        (events({"choices": [{"finish_reason": "stop"}]}), "ends its answer without a token"),
         (events(TEXT), "text without its number of tokens"),
         (events(TEXT, {"usage": {"completion_tokens": 0}}), "text without its number of tokens"),
         (events(TEXT, {"usage": {"completion_tokens": 10**9}}), "counts 1000000000 tokens in an"),
@@ -102,7 +108,97 @@ def test_text_without_ids_has_the_count_of_the_server():
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     server = over(events({"choices": [{"text": "hi", "finish_reason": "stop"}]}, {"usage": usage}))
     found = server.ask("a", PARAMS)
-    assert (found.text, found.num_tokens) == ("hi", 2)
+    assert (found.digest, found.num_tokens) == (digest_text("hi"), 2)
+    assert (found.finish_reason, found.num_drafted) == ("stop", None)
+
+
+# ------------------------------------------------------------------------------------------- chats
+
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
+
+
+def delta(**message: str) -> dict[str, object]:
+    return {"choices": [{"delta": message}]}
+
+
+def test_a_conversation_is_sent_as_one_and_its_counts_are_read():
+    """As llama.cpp streams them: reasoning apart, counts of drafting in the last event."""
+    sent = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json=CARD)
+        sent.append((request.url.path, json.loads(request.content)))
+        return events(
+            {"choices": [{"delta": {"role": "assistant", "content": None}}]},
+            delta(reasoning_content="hm"),
+            delta(content="Hello"),
+            {"choices": [{"delta": {}, "finish_reason": "stop"}]},
+            {
+                "choices": [],
+                "usage": {"completion_tokens": 9},
+                "timings": {"predicted_n": 9, "draft_n": 8, "draft_n_accepted": 6},
+            },
+        )
+
+    config = ClientConfig(url="http://server", num_tries=1)
+    with MeasuredServer(config, transport=httpx.MockTransport(reply)) as server:
+        found = server.ask(CHAT, PARAMS)
+    [(path, body)] = sent
+    assert path == "/v1/chat/completions"
+    assert body["messages"] == list(CHAT) and "prompt" not in body
+    assert body["stream"] and body["model"] == "m" and body["max_tokens"] == 20
+    assert found.digest == digest_text("hmHello")
+    assert found.ttft_s is not None and found.num_tokens == 9
+    assert (found.num_drafts, found.num_drafted, found.num_accepted) == (3, 8, 6)
+
+
+def test_reasoning_under_its_other_name_counts_as_text():
+    usage = {"usage": {"completion_tokens": 3}}
+    found = over(events(delta(reasoning="so"), delta(content="!"), usage)).ask(CHAT, PARAMS)
+    assert found.digest == digest_text("so!")
+
+
+def test_a_server_without_a_chat_template_cannot_chat(address):
+    refusal = httpx.Response(400, json={"error": {"message": "no chat template"}})
+    assert not over(refusal).can_chat()
+    answer = {"choices": [{"message": {"content": "a"}}]}
+    assert over(httpx.Response(200, json=answer)).can_chat()
+    with pytest.raises(ServerUnavailable):
+        over(httpx.Response(500, text="oops")).can_chat()
+    with MeasuredServer(ClientConfig(url=address)) as server:
+        assert isinstance(server.can_chat(), bool)
+
+
+@pytest.mark.parametrize("prompt", ["a", CHAT])
+def test_a_server_that_hangs_is_unavailable(prompt):
+    """It sends the beginning of an answer, or nothing of it, and then no event."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def serve() -> None:
+            card = json.dumps(CARD).encode()
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+            for number in range(2):
+                peer, _ = listener.accept()
+                peer.recv(1 << 16)
+                if number == 0:
+                    length = f"Content-Length: {len(card)}\r\nConnection: close\r\n\r\n"
+                    peer.sendall(head + length.encode() + card)
+                    peer.close()
+                else:
+                    peer.sendall(head + b'\r\ndata: {"choices": [{"text": "a"}]}\n\n')
+                    hung.append(peer)
+
+        hung: list[socket.socket] = []
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        config = ClientConfig(url=f"http://127.0.0.1:{port}", num_tries=1, timeout_s=0.5)
+        with MeasuredServer(config) as server, pytest.raises(ServerUnavailable) as caught:
+            server.ask(prompt, PARAMS)
+        assert "\n" not in str(caught.value) and "0.5" in str(caught.value)
+        for peer in hung:
+            peer.close()
 
 
 def test_no_server_and_no_such_model():
