@@ -118,7 +118,13 @@ def test_without_none_the_first_arm_is_the_baseline():
     race = Race(["http://a", "http://b"], [LOAD])
     run_race(race, {"http://a": 10.0, "http://b": 20.0})
     assert race.baseline == "http://a"
-    assert race.recommend(LOAD).speedup is None or race.recommend(LOAD).arm == "http://a"
+    assert race.recommend(LOAD).arm == "http://b"
+
+
+def test_a_single_rival_is_measured_until_its_gain_is_shown():
+    race = Race([NONE, "a"], [LOAD])
+    assert run_race(race, {NONE: 50.0, "a": 70.0}, noise=0.01) == 3
+    assert race.recommend(LOAD).arm == "a"
 
 
 def test_arms_that_are_as_good_as_the_fastest_end_the_race_early():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from forerun.cli.command import Command, Exit
+from forerun.atomic_write import atomic_write
+from forerun.cli.command import Command, Exit, is_flag
 from forerun.cli.tables import SafeConsole, progress_bar
 from forerun.errors import InvalidRequest
+from forerun.terminal_text import printable
 from forerun.tune.arms import Arm, Load
 from forerun.tune.config import TuneConfig
 
 if TYPE_CHECKING:
+    from forerun.tune.compare import EarlierReport
     from forerun.tune.report import TuneReport
 
 
@@ -57,6 +61,8 @@ class TuneOptions:
     """Environment variable with the API key of servers that run already."""
     out: Path = Path("forerun-tune")
     """Folder of results, state and logs; a run that was interrupted goes on there."""
+    compare: Path | None = None
+    """The result.json of an earlier run: name what became slower since."""
     plan: bool = False
     """Show the commands that would be compared, and start nothing."""
     json: bool = False
@@ -80,6 +86,8 @@ class TuneOptions:
 
 def run(options: TuneOptions) -> int:
     """Compare the arms; returns 0 also where no speculation is recommended."""
+    from forerun.tune.compare import read_earlier
+    from forerun.tune.process import ServerFailed
     from forerun.tune.run import Tuner
 
     if bool(options.server) + (options.target is not None) + bool(options.arm) != 1:
@@ -96,24 +104,49 @@ def run(options: TuneOptions) -> int:
         prompts=options.prompts,
         key_variable=options.api_key_env,
     )
+    earlier = None if options.compare is None else read_earlier(options.compare)
     arms = plan(options)
     if options.plan:
         show_plan(arms, options)
         return Exit.GOOD
-    with progress_bar("starting", config.minutes) as report:
-        tuner = Tuner(
-            arms,
-            config,
-            source=options.source,
-            folder=options.out,
-            notify=lambda text: report(text, tuner.minutes),
-        )
-        result = tuner.run()
-    if options.json:
-        print(json.dumps(result.to_dict()))
-    else:
-        show(result)
+    tuner: Tuner | None = None
+    try:
+        with progress_bar("starting", config.minutes) as report:
+            tuner = Tuner(
+                arms,
+                config,
+                source=options.source,
+                folder=options.out,
+                notify=lambda text: report(text, tuner.minutes if tuner else 0.0),
+            )
+            result = tuner.run()
+    except (KeyboardInterrupt, ServerFailed):
+        if tuner is not None and tuner.has_blocks:
+            publish(tuner.report(), options, earlier)
+            line = f"{options.out} has what is known; the same command goes on where this run ended"
+            print(line, file=sys.stderr)
+        raise
+    publish(result, options, earlier)
     return Exit.GOOD
+
+
+def publish(result: TuneReport, options: TuneOptions, earlier: EarlierReport | None) -> None:
+    """Write `result.json` and `page.html` into the folder of a run, and print its result."""
+    from forerun.cli.tune_tables import print_report
+    from forerun.tune.compare import compare
+    from forerun.tune.page import render_page
+
+    changes = [] if earlier is None else compare(result, earlier)
+    values = {**result.to_dict(), "changes": changes}
+    pages = {"result.json": json.dumps(values) + "\n", "page.html": render_page(result, changes)}
+    for name, content in pages.items():
+        with atomic_write(options.out / name) as scratch:
+            scratch.write_text(content, encoding="utf-8")
+    if options.json:
+        print(json.dumps(values))
+    else:
+        print_report(result, changes)
+        print(f"\n{printable(options.out / 'page.html')} has pictures, and all commands")
 
 
 def plan(options: TuneOptions) -> list[Arm]:
@@ -129,25 +162,25 @@ def plan(options: TuneOptions) -> list[Arm]:
 
 def read_arms(texts: Sequence[str], ports: Iterator[int]) -> Iterator[Arm]:
     """Yield the arms of NAME=COMMAND and NAME=URL."""
-    from forerun.client.urls import is_url
+    from forerun.client.urls import is_url, shown_url
 
     for text in texts:
         name, _, value = text.partition("=")
         if not name or not value:
             raise InvalidRequest(f"--arm {text!r} is not NAME=COMMAND or NAME=URL")
         if is_url(value):
-            yield Arm(name=name, url=value)
+            yield Arm(name=name, url=value, typed=shown_url(value))
             continue
         if "{port}" not in value:
             raise InvalidRequest(f"--arm {text!r} has no {{port}}, where its port belongs")
         port = next(ports)
         words = shlex.split(value.replace("{port}", str(port)))
-        yield Arm(name=name, url=f"http://127.0.0.1:{port}/v1", command=tuple(words))
+        yield Arm(name=name, url=f"http://127.0.0.1:{port}/v1", command=tuple(words), typed=value)
 
 
 def show_plan(arms: Sequence[Arm], options: TuneOptions) -> None:
-    """Print the command of every arm."""
-    commands = {arm.name: arm.shown_command or arm.url for arm in arms}
+    """Print the command of every arm, as it would be started."""
+    commands = {arm.name: arm.started_command for arm in arms}
     if options.json:
         print(json.dumps(commands))
         return
@@ -156,20 +189,21 @@ def show_plan(arms: Sequence[Arm], options: TuneOptions) -> None:
         console.print(f"{name}\n  {command}", markup=False)
 
 
-def show(result: TuneReport) -> None:
-    """Print a table per load, and what to run."""
-    console = SafeConsole(soft_wrap=True)
-    for load in result.loads:
-        console.print(f"{load.load.label}: {load.recommended}", markup=False)
-        for arm in load.arms:
-            console.print(f"  {arm}", markup=False)
-        console.print(f"  {load.check} {load.confirmed}", markup=False)
+def fill_command(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments with an empty command first where flags name what is tuned.
+
+    Lists may then have several words, none of which is the command.
+    """
+    names = {word.partition("=")[0] for word in arguments}
+    has_command = names.isdisjoint(("--target", "--arm")) or not is_flag(arguments[0])
+    return arguments if has_command else ["", *arguments]
 
 
 COMMAND = Command(
     options=TuneOptions,
     run=run,
     has_positional=True,
+    rewrite=fill_command,
     lists={
         "--arm": "",
         "--draft": ",",
@@ -183,7 +217,7 @@ COMMAND = Command(
     examples=(
         "forerun tune 'vllm serve Qwen/Qwen3-8B --max-model-len 8192' --clients 1 16",
         "forerun tune 'llama-server -m model.gguf' --draft draft.gguf --minutes 15",
-        "forerun tune --target zoo:smollm2-135m",
+        "forerun tune --target zoo:smollm2-135m --clients 1 4",
         "forerun tune --arm 'none=my-server --port {port}' 'fast=my-server --fast --port {port}'",
     ),
 )

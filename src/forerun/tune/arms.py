@@ -71,6 +71,8 @@ class Arm:
         name: unique within a run; "none" is the baseline without speculation.
         speculation: None where the user wrote the command or the address.
         command: words that start the server, on the port that tune chose; empty for a URL.
+        typed: the command as the user would type it, with a host and port of their own; empty for
+            that which tune starts.
         url: address of the API, ending in /v1.
     """
 
@@ -79,12 +81,18 @@ class Arm:
     command: tuple[str, ...] = ()
     speculation: Speculation | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    typed: str = ""
+
+    @property
+    def started_command(self) -> str:
+        """Return the command that tune starts, as one would type it, or else the URL."""
+        words = [f"{name}={value}" for name, value in self.environment.items()]
+        return shlex.join([*words, *self.command]) or self.url
 
     @property
     def shown_command(self) -> str:
-        """Return the command as one would type it."""
-        words = [f"{name}={value}" for name, value in self.environment.items()]
-        return shlex.join([*words, *self.command])
+        """Return the command to use once this arm is chosen; the URL of a running server."""
+        return self.typed or self.started_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -80,6 +80,7 @@ def plan_arms(
             command=dialect.write(command, speculation, port),
             speculation=speculation,
             environment=command.environment,
+            typed=show_command(command, speculation),
         )
     return list(arms.values())
 

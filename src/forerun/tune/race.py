@@ -155,7 +155,10 @@ class Race:
         num_rounds = self.count_rounds(load)
         if self.is_out_of_time or num_rounds >= self.max_rounds or not self.living(load):
             return True
-        return load in self._close or (num_rounds > 0 and len(self._rivals(load)) < 2)
+        rivals = self._rivals(load)
+        if load in self._close or (num_rounds > 0 and not rivals):
+            return True
+        return len(rivals) == 1 and self._is_clear(rivals[0], load)
 
     def plan_round(self) -> list[tuple[str, Load, int]]:
         """Return what is measured next, as arm, load and index; nothing once all is decided.
@@ -252,6 +255,15 @@ class Race:
     def _rivals(self, load: Load) -> list[str]:
         """Return the arms that are left beside the baseline."""
         return [arm for arm in self.living(load) if arm != self.baseline]
+
+    def _is_clear(self, arm: str, load: Load) -> bool:
+        """Return whether an arm is shown to be faster than the baseline, or not to pay."""
+        indices = self._shared(load)
+        if len(indices) < LEAST_BLOCKS:
+            return False
+        own, base = ([self._blocks[a, load][i] for i in indices] for a in (arm, self.baseline))
+        speedup = estimate_speedup(own, base)
+        return speedup.is_above(1.0) or speedup.is_below(LEAST_GAIN)
 
     def _shared(self, load: Load) -> list[int]:
         """Return the indices of the blocks that all arms that are left have."""

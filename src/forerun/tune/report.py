@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
@@ -9,6 +10,13 @@ from forerun.theory.intervals import Interval
 from forerun.tune.arms import Arm, Load
 from forerun.tune.check import ExactnessCheck
 from forerun.tune.drafting import Drafting
+
+
+def to_ends(interval: Interval | None) -> dict[str, float | None] | None:
+    """Return an interval for JSON, which has no infinity: such an end is None."""
+    if interval is None:
+        return None
+    return {end: v if math.isfinite(v) else None for end, v in asdict(interval).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +53,9 @@ class ArmResult:
     def to_dict(self) -> dict[str, object]:
         return {
             "arm": self.arm,
-            "speedup": None if self.speedup is None else asdict(self.speedup),
+            "speedup": to_ends(self.speedup),
             "num_blocks": self.num_blocks,
-            "figures": {name: asdict(figure) for name, figure in self.figures.items()},
+            "figures": {name: to_ends(figure) for name, figure in self.figures.items()},
             "drafting": None if self.drafting is None else self.drafting.to_dict(),
             "cycle_cost": self.cycle_cost,
             "equal_texts": self.equal_texts,
@@ -61,14 +69,15 @@ class LoadResult:
 
     Attributes:
         arms: the fastest first, those that were given up last.
-        recommended: name of the arm; the baseline's where no other is shown to be faster.
+        recommended: name of the arm; the baseline's where no other is shown to be faster, None
+            where the run has not decided.
         confirmed: its speedup on prompts that had no part in the choice; None for the baseline.
         check: the audit of its text; None for the baseline.
     """
 
     load: Load
     arms: tuple[ArmResult, ...]
-    recommended: str
+    recommended: str | None
     confirmed: Interval | None = None
     check: ExactnessCheck | None = None
 
@@ -78,7 +87,7 @@ class LoadResult:
             "temperature": self.load.temperature,
             "arms": [arm.to_dict() for arm in self.arms],
             "recommended": self.recommended,
-            "confirmed": None if self.confirmed is None else asdict(self.confirmed),
+            "confirmed": to_ends(self.confirmed),
             "check": None if self.check is None else asdict(self.check),
         }
 
@@ -94,6 +103,7 @@ class TuneReport:
         start_s: seconds from its start until it answered.
         minutes: that the run took, those before an interruption included.
         is_complete: whether every load was decided, and its recommendation confirmed.
+        versions: of forerun, and of the measured server as it names itself.
         provenance: machine, versions and time.
     """
 
@@ -106,11 +116,11 @@ class TuneReport:
     minutes: float
     is_complete: bool
     provenance: Mapping[str, object]
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     def command_of(self, name: str) -> str:
-        """Return the command that starts an arm's server, or its address."""
-        arm = next(arm for arm in self.arms if arm.name == name)
-        return arm.shown_command if arm.command else arm.url
+        """Return the command that starts an arm's server as the user would type it, or its URL."""
+        return next(arm.shown_command for arm in self.arms if arm.name == name)
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -128,5 +138,6 @@ class TuneReport:
             "loads": [result.to_dict() for result in self.loads],
             "minutes": self.minutes,
             "is_complete": self.is_complete,
+            "versions": dict(self.versions),
             "provenance": dict(self.provenance),
         }

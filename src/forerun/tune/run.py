@@ -12,6 +12,7 @@ from statistics import fmean
 
 import msgspec
 
+from forerun import __version__
 from forerun.client.connection import ClientConfig
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.provenance import collect
@@ -90,6 +91,7 @@ class Tuner:
             on_start=self._warm_up,
             notify=notify,
         )
+        self.versions = {"forerun": __version__}
         self._servers: dict[str, MeasuredServer] = {}
         self._deck: PromptDeck | None = None
         self._blocks: dict[tuple[str, Load, bool], list[LoadBlock]] = {}
@@ -102,6 +104,11 @@ class Tuner:
     def minutes(self) -> float:
         """Minutes since the run began."""
         return (time.monotonic() - self._started_s) / 60.0
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether anything was measured, by this run or by the one that it goes on with."""
+        return bool(self._blocks)
 
     def run(self) -> TuneReport:
         """Measure until every load is decided or the time is over, and confirm what won.
@@ -132,6 +139,7 @@ class Tuner:
             minutes=self.minutes,
             is_complete=len(self._recommended) == len(self.config.loads),
             provenance=collect({}).to_dict(),
+            versions=self.versions,
         )
 
     def _restore(self) -> None:
@@ -225,6 +233,8 @@ class Tuner:
                 timeout_s=self.config.hang_s,
             )
             self._servers[name] = MeasuredServer(config)
+            if name == self.race.baseline and (version := self._servers[name].read_version()):
+                self.versions["server"] = version
         return self._servers[name]
 
     def _forget(self, name: str) -> None:
@@ -338,11 +348,11 @@ class Tuner:
                     reason=standing.reason,
                 )
             )
-        recommended = self._recommended.get(load, self.race.baseline)
+        recommended = self._recommended.get(load)
         return LoadResult(
             load=load,
             arms=tuple(rows),
             recommended=recommended,
             confirmed=None if recommended == self.race.baseline else self._confirmed.get(load),
-            check=self._checks.get(recommended),
+            check=None if recommended is None else self._checks.get(recommended),
         )

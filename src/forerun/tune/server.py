@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -19,6 +20,8 @@ from forerun.measure.request_fields import sampling_fields
 from forerun.sampling.config import SamplingParams
 
 _METRICS_S = 10.0
+_VERSIONS = (("/version", "version"), ("/props", "build_info"), ("/server_info", "version"))
+"""Pages that tell a version, and its field there."""
 
 Prompt: TypeAlias = str | tuple[Message, ...]
 """A text to continue as it is, or a conversation, which the server renders with its template."""
@@ -100,7 +103,24 @@ class MeasuredServer:
 
     def read_metrics(self) -> str | None:
         """Return the server's metrics page; None if it has none."""
-        url = self.client.config.base.removesuffix("/v1") + "/metrics"
+        return self._read_page("/metrics")
+
+    def read_version(self) -> str | None:
+        """Return the version of the server's engine; None if it does not tell.
+
+        forerun and vLLM have a page for it, llama.cpp and SGLang a field of another page.
+        """
+        for path, field in _VERSIONS:
+            try:
+                answer = json.loads(self._read_page(path) or "null")
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(answer, dict) and isinstance(found := answer.get(field), str):
+                return found[:100]
+        return None
+
+    def _read_page(self, path: str) -> str | None:
+        url = self.client.config.base.removesuffix("/v1") + path
         try:
             return self.client.connection.get(url, _METRICS_S).decode("utf-8", "replace")
         except (InvalidRequest, ServerUnavailable):

@@ -1,0 +1,172 @@
+"""What a report of tune says in words and cells, the same on the terminal and on the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from forerun.models.memory import readable
+from forerun.theory.intervals import Interval
+from forerun.tune.report import ArmResult, LoadResult, TuneReport
+
+HEADINGS = (
+    "setting",
+    "tokens/s\n(95%)",
+    "speedup\n(95%)",
+    "TTFT, ms\np50 / p95",
+    "TPOT, ms\np50 / p95",
+    "tau",
+    "accepted",
+    "same\ntexts",
+    "memory",
+    "blocks",
+)
+LEGEND = (
+    "TTFT: time to first token; TPOT: time per output token; tau: tokens per step that drafted; "
+    "accepted: share of steps by position, or draft tokens; same texts: as the baseline, at T=0"
+)
+GAIN = 1.3
+"""Speedup for which the needed acceptance length is named."""
+MOST_POSITIONS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A sentence, and the command or address that it ends with."""
+
+    sentence: str
+    command: str | None = None
+
+
+def list_cells(report: TuneReport, arm: ArmResult) -> list[str]:
+    """Return the cells of an arm below `HEADINGS`; what is not known is empty."""
+    memory = report.memory_bytes.get(arm.arm)
+    tau = None if arm.drafting is None else arm.drafting.acceptance_length
+    return [
+        arm.arm,
+        _show(arm.figures.get("tokens_per_s"), ".1f", "\n"),
+        "" if arm.arm == report.baseline else _show(arm.speedup, ".2f", "\n"),
+        _show_times(arm, "ttft"),
+        _show_times(arm, "tpot"),
+        "" if tau is None else f"{tau:.2f}",
+        _show_accepted(arm),
+        "" if arm.equal_texts is None else f"{arm.equal_texts:.0%}",
+        "" if not memory else readable(memory),
+        str(arm.num_blocks),
+    ]
+
+
+def list_given_up(result: LoadResult) -> list[str]:
+    """Return the arms that were given up at a load, each with its reason."""
+    return [f"{arm.arm}: {arm.reason}" for arm in result.arms if arm.reason is not None]
+
+
+def list_advice(report: TuneReport) -> Iterator[Advice]:
+    """Yield what to run: for all loads where one setting is best everywhere, then for each."""
+    chosen = {result.recommended for result in report.loads}
+    [common] = chosen if len(chosen) == 1 else [None]
+    is_same = common is not None and len(report.loads) > 1
+    if is_same and common is not None:
+        yield _advise(report, "One setting is best at all loads.", common)
+    for result in report.loads:
+        sentence = f"{result.load.label}: {_describe_gain(report, result)}"
+        if result.recommended is None or is_same:
+            yield Advice(sentence=sentence)
+        else:
+            yield _advise(report, sentence, result.recommended)
+        if result.recommended == report.baseline and (need := _describe_need(report, result)):
+            yield Advice(sentence=f"{result.load.label}: {need}")
+    if _is_k_of_vllm_alone(report):
+        yield Advice(
+            sentence="The best settings differ in K alone. One vLLM server can choose K by the "
+            'number of running requests: "num_speculative_tokens_per_batch_size" in '
+            "--speculative-config is a list of [first, last, K]. This was not measured here."
+        )
+
+
+def _advise(report: TuneReport, sentence: str, name: str) -> Advice:
+    is_started = any(arm.command for arm in report.arms if arm.name == name)
+    verb = "Run" if is_started else "Use"
+    return Advice(sentence=f"{sentence} {verb}", command=report.command_of(name))
+
+
+def _describe_gain(report: TuneReport, result: LoadResult) -> str:
+    """Return the outcome at a load as a sentence."""
+    name, baseline = result.recommended, report.baseline
+    if name is None:
+        best = next((a for a in result.arms if a.reason is None and a.arm != baseline), None)
+        if best is None or best.speedup is None:
+            return "not decided."
+        speedup = _show(best.speedup, ".2f", " ")
+        return f"not decided; the fastest so far is {best.arm}: {speedup} times as fast."
+    if name == baseline:
+        return f"no setting is shown to be faster than {baseline}."
+    shown = result.confirmed
+    gain = "" if shown is None else f" {shown.estimate:.2f} times ({shown.show_ends()})"
+    return (
+        f"{name} is{gain} as fast as {baseline} on prompts that had no part in the choice; "
+        f"{describe_check(result)}."
+    )
+
+
+def describe_check(result: LoadResult) -> str:
+    """Return what the audit of the recommended arm says, without a full stop."""
+    check = result.check
+    if check is None or check.status == "not_audited":
+        return "its text was not audited"
+    if check.status == "no_deviation":
+        return f"its text was audited: no deviation in {check.num_tokens:,} output tokens"
+    if check.status == "cannot_judge":
+        return f"its text cannot be judged: {check.sentence.rstrip('.')}"
+    return f"its text deviates: {check.sentence.rstrip('.')}"
+
+
+def _describe_need(report: TuneReport, result: LoadResult) -> str | None:
+    """Return the acceptance length that would pay, by the cost of the best draft with weights."""
+    drafts = {arm.name for arm in report.arms if arm.speculation and arm.speculation.draft}
+    measured = [arm for arm in result.arms if arm.arm in drafts and arm.cycle_cost is not None]
+    best = max(measured, key=lambda arm: arm.speedup.estimate if arm.speedup else 0.0, default=None)
+    if best is None or best.drafting is None or best.cycle_cost is None:
+        return None
+    cost = best.cycle_cost
+    return (
+        f"{best.arm} makes {best.drafting.acceptance_length:.2f} tokens per step; a draft that "
+        f"costs as much needs {cost:.2f} to be as fast as {report.baseline}, and "
+        f"{GAIN * cost:.2f} to be {GAIN:g} times as fast."
+    )
+
+
+def _is_k_of_vllm_alone(report: TuneReport) -> bool:
+    """Return whether vLLM's best settings at the loads are of one method with different K."""
+    arms = {arm.name: arm for arm in report.arms}
+    best = [arms[name] for name in {r.recommended for r in report.loads} if name is not None]
+    of_vllm = all(any("--speculative-config" in w for w in arm.command) for arm in best)
+    kinds = {(a.speculation.method, a.speculation.draft) if a.speculation else None for a in best}
+    return of_vllm and len(best) > 1 and len(kinds) == 1 and None not in kinds
+
+
+def _show(interval: Interval | None, spec: str, gap: str) -> str:
+    """Return a figure with its interval; a single block has none."""
+    if interval is None:
+        return ""
+    if not math.isfinite(interval.high):
+        return f"{interval.estimate:{spec}}{gap}(1 block)"
+    return interval.show(spec, gap)
+
+
+def _show_times(arm: ArmResult, name: str) -> str:
+    shown = (arm.figures.get(f"{name}_{share}_s") for share in ("median", "p95"))
+    spec = ".0f" if name == "ttft" else ".1f"
+    return " / ".join(f"{1e3 * time.estimate:{spec}}" for time in shown if time is not None)
+
+
+def _show_accepted(arm: ArmResult) -> str:
+    """Return the share of steps that accepted each position, or else the tokens."""
+    counts = arm.drafting
+    if counts is None or not counts.num_drafts:
+        return ""
+    shares = [f"{n / counts.num_drafts:.2f}" for n in counts.accepted_per_position]
+    more = ["…"] if len(shares) > MOST_POSITIONS else []
+    tokens = f"{counts.num_accepted:,} of {counts.num_drafted:,}"
+    return " ".join(shares[:MOST_POSITIONS] + more) or tokens
