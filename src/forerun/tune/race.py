@@ -130,6 +130,7 @@ class Race:
             (arm, load): {} for arm in arms for load in loads
         }
         self._reasons: dict[tuple[str, Load], str] = {}
+        self._slower_than: dict[tuple[str, Load], str] = {}
         self._close: set[Load] = set()
         self._num_compared = dict.fromkeys(loads, LEAST_BLOCKS - 1)
 
@@ -138,9 +139,18 @@ class Race:
         self._blocks[block.arm, block.load][block.index] = block
 
     def give_up(self, arm: str, reason: str, load: Load | None = None) -> None:
-        """Measure an arm no more, at one load or at all; an earlier reason is kept."""
+        """Measure an arm no more, at one load or at all; an earlier reason is kept.
+
+        Arms that were given up because this one was faster are measured again.
+        """
         for each in self.loads if load is None else (load,):
             self._reasons.setdefault((arm, each), reason)
+            revived = [k for k, by in self._slower_than.items() if k[1] == each and by == arm]
+            for key in revived:
+                del self._slower_than[key], self._reasons[key]
+            if revived:
+                self._close.discard(each)
+                self._num_compared[each] = LEAST_BLOCKS - 1
 
     def living(self, load: Load) -> list[str]:
         """Return the arms that are still measured at a load, the baseline among them."""
@@ -203,10 +213,11 @@ class Race:
                 if ratio.is_below(1.0):
                     reason = f"{ratio.show()} of the tokens/s of {leader}, {number} blocks"
                     dropped.append(GivenUp(arm=arm, load=load, reason=reason))
+                    self._slower_than[arm, load] = leader
             if all(ratio.is_below(1.0) or ratio.is_above(CLOSE) for ratio in ratios.values()):
                 self._close.add(load)
         for one in dropped:
-            self.give_up(one.arm, one.reason, one.load)
+            self._reasons[one.arm, one.load] = one.reason
         return dropped + self._save_time(seconds_left, arm_s)
 
     def _save_time(self, seconds_left: float, arm_s: float) -> list[GivenUp]:

@@ -156,10 +156,11 @@ class Tuner:
 
     def _choose(self) -> None:
         """Play rounds until every load is decided or its share of the time is over."""
+        self.race.finish_round(self._find_seconds_left())  # of what an interrupted run measured
         while planned := self.race.plan_round():
             for name, group in groupby(planned, key=lambda block: block[0]):
                 if self._find_seconds_left() <= 0.0 and name != self.race.baseline:
-                    self._give_up(name, NO_TIME)
+                    self.race.give_up(name, NO_TIME)  # a run that goes on has time again
                 else:
                     self._measure(name, [(load, index) for _, load, index in group])
             if self.fleet.one_at_a_time and self.race.blocks_per_round == 1:
@@ -167,7 +168,7 @@ class Tuner:
             start_s = max(self.fleet.start_s.values(), default=0.0)
             arm_s = start_s if self.fleet.one_at_a_time else 0.0
             for one in self.race.finish_round(self._find_seconds_left(), arm_s):
-                self._give_up(one.arm, one.reason, one.load)
+                self.notify(f"{one.load.label}: {one.arm} given up: {one.reason}")
 
     def _find_seconds_left(self) -> float:
         """Return the seconds that are left to choose."""
@@ -203,8 +204,7 @@ class Tuner:
     def _give_up(self, name: str, reason: str, load: Load | None = None) -> None:
         """Measure an arm no more at a load, or at all."""
         self.race.give_up(name, reason, load)
-        if reason != NO_TIME:  # a run that goes on has time again
-            self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
+        self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
         self.notify(f"{name} given up: {reason}")
 
     def _measure_block(self, name: str, load: Load, index: int, is_final: bool) -> LoadBlock:
@@ -276,6 +276,7 @@ class Tuner:
             if (reason := self._find_objection(best, load)) is None:
                 break
             self._give_up(best, reason, load)
+            self._choose()  # between those that were given up because this one was faster
         self._recommended[load] = self.race.recommend(load).arm
 
     def _find_objection(self, name: str, load: Load) -> str | None:
