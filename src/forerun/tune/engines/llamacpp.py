@@ -1,8 +1,7 @@
 """Command lines of llama.cpp's server.
 
-The flags are those that `llama-server --help` prints; --draft-max and its like are of builds before
-May 2026, and a command that has them is written with them. Lists of both and what the server does
-with them: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md.
+The flags are those that `llama-server --help` prints (b11669). Older builds have others in
+place of some, such as --draft-max: a command that has them is written with them.
 """
 
 from __future__ import annotations
@@ -55,7 +54,10 @@ class LlamaCppDialect(EngineDialect):
     usual = tuple(Speculation(method=f"ngram-{kind}") for kind in ("simple", "map-k", "mod"))
 
     def read(self, words: Sequence[str]) -> ServerCommand | None:
-        """Name the type of a draft model: builds since May 2026 do not speculate without."""
+        """Name the type of a draft model, without which the server loads it and does not draft.
+
+        See https://github.com/ggml-org/llama.cpp/issues/25345.
+        """
         command = super().read(words)
         if command is None or command.speculation.draft is None:
             return command
