@@ -63,7 +63,7 @@ class LlamaCppDialect(EngineDialect):
             return command
         if {TYPE, "--spec-default", *OLD_K_FLAGS} & {flag.name for flag in self._split(words)}:
             return command
-        return replace(command, typed=self.write_flags(command.speculation, command))
+        return replace(command, typed=(TYPE, command.speculation.method, *command.typed))
 
     def read_flags(self, flags: Sequence[Flag]) -> Speculation:
         values = {flag.name: flag.value for flag in flags}
