@@ -51,7 +51,11 @@ class LlamaCppDialect(EngineDialect):
         **{"ngram": "ngram-simple", SOME_DRAFT: "draft-simple"},
     }
     weightless = frozenset({*K_FLAGS, "ngram-cache", "draft-mtp"})
-    usual = tuple(Speculation(method=f"ngram-{kind}") for kind in ("simple", "map-k", "mod"))
+    # by default it looks for the last 12 tokens, which seldom occur twice
+    usual = (
+        Speculation(method="ngram-simple", options=(("--spec-ngram-simple-size-n", "4"),)),
+        *(Speculation(method=f"ngram-{kind}") for kind in ("map-k", "mod")),
+    )
 
     def read(self, words: Sequence[str]) -> ServerCommand | None:
         """Name the type of a draft model, without which the server loads it and does not draft.
@@ -102,7 +106,7 @@ class LlamaCppDialect(EngineDialect):
             return (1, 3)
         if "draft" in method:
             return (2, 4, 8)
-        return (None, 8) if method == "ngram-simple" else (None,)
+        return (8,) if method == "ngram-simple" else (None,)
 
     def set_k(self, speculation: Speculation, k: int) -> Speculation:
         """Drop a least length of drafts above K."""
