@@ -25,7 +25,7 @@ OLD_KEYS = {
     "--ngram-prompt-lookup-min": "prompt_lookup_min",
     "--speculative-draft-tensor-parallel-size": "draft_tensor_parallel_size",
 }
-"""Keys of --speculative-config that were flags until 2025."""
+"""Keys of --speculative-config that were flags up to version 0.8."""
 KEYS = OLD_KEYS | {
     "--spec-method": "method",
     "--spec-model": "model",
