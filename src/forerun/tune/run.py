@@ -54,6 +54,7 @@ def describe_settings(arms: Sequence[Arm], config: TuneConfig, source: str) -> d
         "arms": ", ".join(arm.name for arm in arms),
         "loads": "; ".join(load.label for load in config.loads),
         "max_tokens": str(config.max_tokens),
+        "acceptance_length": str(config.acceptance_length),
         "prompts": "" if config.prompts is None else str(config.prompts),
     }
 
@@ -92,7 +93,6 @@ class Tuner:
             notify=notify,
         )
         self.versions = {"forerun": __version__}
-        self._servers: dict[str, MeasuredServer] = {}
         self._deck: PromptDeck | None = None
         self._blocks: dict[tuple[str, Load, bool], list[LoadBlock]] = {}
         self._checks: dict[str, ExactnessCheck] = {}
@@ -117,14 +117,10 @@ class Tuner:
             ServerFailed: the baseline cannot be started or measured.
         """
         with self.state, self.fleet:
-            try:
-                self._restore()
-                self._choose()
-                for load in self.config.loads:
-                    self._confirm(load)
-            finally:
-                for server in self._servers.values():
-                    server.close()
+            self._restore()
+            self._choose()
+            for load in self.config.loads if self.config.acceptance_length is None else ():
+                self._confirm(load)
         return self.report()
 
     def report(self) -> TuneReport:
@@ -183,16 +179,17 @@ class Tuner:
             ServerFailed: it is the baseline, without which nothing can be compared.
         """
         try:
-            with self.fleet.use(name):
+            with self.fleet.use(name), self._connect(self.arms[name]) as server:
                 for load, index in blocks:
                     what = "confirming" if is_final else "measuring"
                     self.notify(f"{load.label}: {what} {name}, block {index + 1}")
-                    block = self._measure_block(name, load, index, is_final)
+                    block = self._measure_block(server, name, load, index, is_final)
                     self._add(block, is_final)
                     self.state.append(BlockRecord(block=block, is_final=is_final))
+                    self._check_drafts(block)
         except (InvalidRequest, ServerFailed, ServerUnavailable) as error:
             reason = self.fleet.find_failure(name) or str(error)
-            self._forget(name)
+            self.fleet.stop(name)
             if name == self.race.baseline:
                 raise ServerFailed(
                     f"{name}, which the others are compared with: {reason}"
@@ -201,15 +198,27 @@ class Tuner:
             return False
         return True
 
+    def _check_drafts(self, block: LoadBlock) -> None:
+        """Raise ServerFailed where a draft model was to draft and none did.
+
+        llama.cpp serves without speculation if a draft does not fit.
+        """
+        speculation, drafting = self.arms[block.arm].speculation, block.drafting
+        has_draft = speculation is not None and speculation.draft is not None
+        if has_draft and drafting is not None and not drafting.num_drafted:
+            raise ServerFailed("it served without drafting a single token; its log may say why")
+
     def _give_up(self, name: str, reason: str, load: Load | None = None) -> None:
         """Measure an arm no more at a load, or at all."""
         self.race.give_up(name, reason, load)
         self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
         self.notify(f"{name} given up: {reason}")
 
-    def _measure_block(self, name: str, load: Load, index: int, is_final: bool) -> LoadBlock:
-        server = self._connect(name)
-        prompts = self._find_deck().deal(load, index, count_requests(load), is_final=is_final)
+    def _measure_block(
+        self, server: MeasuredServer, name: str, load: Load, index: int, is_final: bool
+    ) -> LoadBlock:
+        deck = self._find_deck(server)
+        prompts = deck.deal(load, index, count_requests(load), is_final=is_final)
         params = SamplingParams(max_tokens=self.config.max_tokens)
         before = server.read_metrics()
         block = measure_load(server, prompts, params, arm=name, load=load, index=index)
@@ -221,32 +230,21 @@ class Tuner:
         if not is_final:
             self.race.add(block.times)
 
-    def _connect(self, name: str) -> MeasuredServer:
-        if name not in self._servers:
-            most = max(load.clients for load in self.config.loads)
-            arm = self.arms[name]
-            config = ClientConfig(
+    def _connect(self, arm: Arm) -> MeasuredServer:
+        """Return a client with new connections: a paused server has closed its old ones."""
+        return MeasuredServer(
+            ClientConfig(
                 url=arm.url,
                 key_variable=None if arm.command else self.config.key_variable,
-                max_connections=most,
+                max_connections=max(load.clients for load in self.config.loads),
                 num_tries=1,
                 timeout_s=self.config.hang_s,
             )
-            self._servers[name] = MeasuredServer(config)
-            if name == self.race.baseline and (version := self._servers[name].read_version()):
-                self.versions["server"] = version
-        return self._servers[name]
+        )
 
-    def _forget(self, name: str) -> None:
-        """Stop the server of an arm and close the connections to it."""
-        self.fleet.stop(name)
-        if (server := self._servers.pop(name, None)) is not None:
-            server.close()
-
-    def _find_deck(self) -> PromptDeck:
-        """Return the prompts, as conversations if the first server that answers takes them."""
+    def _find_deck(self, server: MeasuredServer) -> PromptDeck:
+        """Return the prompts, as conversations if the first server that is measured takes them."""
         if self._deck is None:
-            server = next(iter(self._servers.values()))
             entries = list_prompts(self.config.prompts, is_chat=server.can_chat())
             has_urls = any(not arm.command for arm in self.arms.values())
             self._deck = PromptDeck(entries, secrets.randbits(32), marks_all=has_urls)
@@ -259,14 +257,11 @@ class Tuner:
 
     def _warm_up(self, arm: Arm) -> None:
         """Send short requests from all clients to a server that has just started."""
-        if (old := self._servers.pop(arm.name, None)) is not None:
-            old.close()
-        server = self._connect(arm.name)
-        most = max(load.clients for load in self.config.loads)
+        load = Load(clients=max(load.clients for load in self.config.loads))
         params = SamplingParams(max_tokens=WARM_UP_TOKENS)
-        load = Load(clients=most)
-        prompts = self._find_deck().deal_warm_up(most)
-        measure_load(server, prompts, params, arm=arm.name, load=load, index=-1)
+        with self._connect(arm) as server:
+            prompts = self._find_deck(server).deal_warm_up(load.clients)
+            measure_load(server, prompts, params, arm=arm.name, load=load, index=-1)
 
     # ------------------------------------------------------------------------------ confirming
 

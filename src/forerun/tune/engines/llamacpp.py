@@ -56,6 +56,7 @@ class LlamaCppDialect(EngineDialect):
         Speculation(method="ngram-simple", options=(("--spec-ngram-simple-size-n", "4"),)),
         *(Speculation(method=f"ngram-{kind}") for kind in ("map-k", "mod")),
     )
+    synthetic = (("--spec-synth-len", "{}"),)
 
     def read(self, words: Sequence[str]) -> ServerCommand | None:
         """Name the type of a draft model, without which the server loads it and does not draft.

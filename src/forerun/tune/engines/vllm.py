@@ -59,6 +59,10 @@ class VllmDialect(EngineDialect):
         ),
         Speculation(method="suffix"),
     )
+    synthetic = (
+        ("rejection_sample_method", '"synthetic"'),
+        ("synthetic_acceptance_length", "{}"),
+    )
 
     def read(self, words: Sequence[str]) -> ServerCommand | None:
         command = super().read(words)
