@@ -49,25 +49,26 @@ VERBS = frozenset(
     abort absorb accept add admit adopt adapt advance advise align allocate announce answer append
     apply arrange as ask assign attach attempt attend attribute await backward begin bet bind bound
     build call cancel cast catch charge chat check choose claim clamp clean clear clone close
-    collect combine commit compare compile compute configure connect consider consume continue
-    convert copy count create cut decide decode defer dequantise derive describe detect detokenize
-    diagnose digest divide download drain draw draft drop embed emit enable encode end enlist
-    enqueue ensure enter estimate evaluate examine expand explain export extend extract fail feed
-    fetch fill filter finalise find finish fit flatten flush follow forecast forget fork format
-    forward free from fuse gather generate get give group grow handle has hash hide identify ignore
-    import include insert install interpolate invalidate is iterate join judge keep launch lay learn
-    leave limit link list load locate lock log look lookup lower make map mark mask match may
-    measure merge mix move must needs normalise note notice notify observe open optimise order pack
-    pad parse pass pause penalise pick place plan plot pool post predict preempt prefer prepare print
-    probe propose protect prune pull push put quantise quiz quote race raise rank read rebuild
-    receive recommend record refer refresh refuse register reject release reload remove rename
-    render renew reorder repeat replace replay report request require requantise rescale reserve
-    reset reshape resolve respond restart restore restrict resume retry return reverse rotate round
-    route run sample save say scale scan schedule score search select send serve set share show
-    shift shuffle simulate skip solve sort spell spend split spread stage start state step stop
-    store stream strip submit sum summarise supervise swap sync take test tie time to tokenize
-    trace track train translate transpose trim try undo unpack unroll update upgrade use validate
-    verify visit wait wake walk warm warn warp watch weaken weigh widen wrap write yield zero
+    collect combine commit compare compile compute configure confirm connect consider consume
+    continue convert copy count create cut deal decide decode defer dequantise derive describe
+    detect detokenize diagnose digest divide download drain draw draft drop embed emit enable encode
+    end enlist enqueue ensure enter estimate evaluate examine expand explain export extend extract
+    fail feed fetch fill filter finalise find finish fit flatten flush follow forecast forget fork
+    format forward free from fuse gather generate get give group guess grow handle has hash hide
+    identify ignore import include insert install interpolate invalidate is iterate join judge keep
+    launch lay learn leave limit link list load locate lock log look lookup lower make map mark mask
+    match may measure merge mix move must needs normalise note notice notify observe open optimise
+    order pack pad pair parse pass pause penalise pick place plan plot pool post predict preempt
+    prefer prepare print probe propose protect prune pull push put quantise quiz quote race raise
+    rank read rebuild receive recommend record refer refresh refuse register reject release reload
+    remove rename render renew reorder repeat replace replay report request require requantise
+    rescale reserve reset reshape resolve respond restart restore restrict resume retry return
+    reverse rotate round route run sample save say scale scan schedule score search select send
+    serve set share show shift shuffle simulate skip solve sort spell spend split spread stage start
+    state step stop store stream strip submit sum summarise supervise swap sync take test tie time
+    to tokenize trace track train translate transpose trim try undo unpack unroll update upgrade use
+    validate verify visit wait wake walk warm warn warp watch weaken weigh widen wrap write yield
+    zero
     """.split()
 )
 

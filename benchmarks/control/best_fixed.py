@@ -5,9 +5,7 @@
 A cell is a target, its drafts, a workload, a temperature and a batch. Its arms generate the same
 prompts in turns, 256 tokens per prompt, prefill included; every round of `auto` is a new engine,
 which knows no cost and no acceptance, and "auto kept" is one engine for all rounds, the first
-included. Where a cell has one draft at batch 1, `forerun recommend` predicts the speedup of every K
-from other prompts, and the error is that of the speedup over plain decoding after the first token.
-The pair of 292M parameters is left out where `make pairs` has not made it.
+included. The pair of 292M parameters is left out where `make pairs` has not made it.
 
 One round of a quarter of the tokens with every fixed K chooses the two that are measured further.
 The best in hindsight is the fastest of these and plain decoding in the rounds that are reported,
@@ -33,9 +31,6 @@ from idle_drafter import one_layer
 from rich.progress import Progress
 
 from forerun import Engine, EngineConfig, SamplingParams
-from forerun.measure.bench.config import RecommendConfig
-from forerun.measure.prompt_files import PromptEntry
-from forerun.measure.recommend import recommend
 from forerun.models.catalog import held_out_prompts, prompts_of
 from forerun.provenance import collect
 from forerun.theory.intervals import bootstrap_ratio
@@ -118,8 +113,8 @@ class Arms:
                     eos_token_ids=own.eos_token_ids,
                 )
 
-    def seconds(self, arm: str, number: int, num_tokens: int) -> tuple[float, float, Engine]:
-        """Return what one round of an arm takes, in all and to first tokens, and its engine."""
+    def seconds(self, arm: str, number: int, num_tokens: int) -> tuple[float, Engine]:
+        """Return the seconds of one round of an arm, and its engine."""
         if arm == "auto":
             engine = self.plain.with_draft(self.drafts)
         else:
@@ -130,35 +125,12 @@ class Arms:
         )
         code, edits = held_out_prompts(), prompts_of(EDITS)
         sources = [edits, code] if cell.workload == "edits then code" else [code]
-        started_s, first_s = time.perf_counter(), 0.0
+        started_s = time.perf_counter()
         for source in sources:
             first = number * cell.batch
             texts = [source[(first + at) % len(source)].text for at in range(cell.batch)]
-            done = engine.generate(texts, params)
-            first_s += max(text.ttft_s or 0.0 for each in done for text in each.completions)
-        return time.perf_counter() - started_s, first_s, engine
-
-
-def predicted(cell: Cell, num_rounds: int) -> dict[str, float]:
-    """Return the speedup that is recommended for every K, from prompts that are not timed."""
-    if cell.batch > 1 or len(cell.drafts) > 1 or cell.workload != "code" or cell.target == SMALL:
-        return {}
-    prompts = [
-        PromptEntry(where=prompt.name, text=prompt.text)
-        for prompt in held_out_prompts()[num_rounds:]
-    ]
-    config = RecommendConfig(
-        target=cell.target,
-        drafts=cell.drafts,
-        temperature=cell.temperature,
-        budget_s=4.0,
-        num_threads=CONFIG.num_threads,
-    )
-    [trial] = recommend(config, prompts, notify=lambda *_: None).trials
-    name = cell.drafts[0].removeprefix("zoo:")
-    return {
-        f"{name} K={depth.num_speculative_tokens}": depth.speedup.estimate for depth in trial.depths
-    }
+            engine.generate(texts, params)
+        return time.perf_counter() - started_s, engine
 
 
 def measure(cell: Cell, num_rounds: int, num_tokens: int, progress: Progress) -> dict[str, Any]:
@@ -168,19 +140,16 @@ def measure(cell: Cell, num_rounds: int, num_tokens: int, progress: Progress) ->
         fixed = [name for name in arms.engines if name != "plain"]
         task = progress.add_task(str(cell), total=len(fixed) + num_rounds * (3 + NUM_FINALISTS))
         arms.seconds("auto", 0, 8)
-        recommended = predicted(cell, num_rounds)
         screened = {name: arms.seconds(name, num_rounds, num_tokens // 4)[0] for name in fixed}
         names = ["auto", KEPT, "plain", *sorted(fixed, key=screened.__getitem__)[:NUM_FINALISTS]]
         progress.advance(task, len(fixed))
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        decoding = dict.fromkeys(names, 0.0)
         choices: list[str] = []
         for number in range(num_rounds):
             turn = number % len(names)
             for name in [*names[turn:], *names[:turn]]:
-                took_s, first_s, engine = arms.seconds(name, number, num_tokens)
+                took_s, engine = arms.seconds(name, number, num_tokens)
                 seconds[name].append(took_s)
-                decoding[name] += took_s - first_s
                 if name == "auto":
                     choices = [*map(str, engine.choices())]
                 progress.advance(task)
@@ -196,11 +165,6 @@ def measure(cell: Cell, num_rounds: int, num_tokens: int, progress: Progress) ->
         "auto_of_plain": over("plain", "auto"),
         "kept_of_best": over(best, KEPT),
         "kept_of_plain": over("plain", KEPT),
-        "errors_of_predictions": {
-            name: recommended[name] * decoding[name] / decoding["plain"] - 1.0
-            for name in names
-            if name in recommended
-        },
         "choices_of_last_round": choices,
         "screened_s": screened,
         "seconds": seconds,
@@ -210,13 +174,11 @@ def measure(cell: Cell, num_rounds: int, num_tokens: int, progress: Progress) ->
 
 def lines(found: Sequence[dict[str, Any]]) -> list[str]:
     """Return the rows of a table, in the order of the cells."""
-    names = ["`auto` of it", "`auto` of plain", "kept of the best", "kept of plain", "predictions"]
-    rows = [f"| cell | best in hindsight | {' | '.join(names)} |", "|---" * 7 + "|"]
+    names = ["`auto` of it", "`auto` of plain", "kept of the best", "kept of plain"]
+    rows = [f"| cell | best in hindsight | {' | '.join(names)} |", "|---" * 6 + "|"]
     for each in found:
         ratios = [each[f"{arm}_of_{other}"] for arm in ("auto", "kept") for other in WHOSE]
         texts = ["{estimate:.2f} ({low:.2f}–{high:.2f})".format(**ratio) for ratio in ratios]
-        errors = each["errors_of_predictions"].items()
-        texts.append(", ".join(f"{name.split()[-1]} {error:+.0%}" for name, error in errors))
         rows.append(f"| {each['cell']} | {each['best']} | {' | '.join(texts)} |")
     return rows
 

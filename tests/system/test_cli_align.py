@@ -34,7 +34,7 @@ ARGUMENTS = (
     *("--max-tokens", "12", "--threads", "1", "--no-prediction"),
     *("--num-steps", "4", "--num-evaluations", "2", "--max-prompts", "4", "--window", "48"),
     *("--tokens-per-step", "192", "--k", "2", "--held-out-share", "0.3"),
-    *("--warmup-share", "0.25", "--json"),
+    "--json",
 )
 
 

@@ -93,7 +93,7 @@ def test_both_formats_are_compared_at_both_temperatures(finished):
 
 
 def test_greedy_texts_are_compared_with_those_of_plain_decoding(finished):
-    texts = command.compare_texts([comparison.report() for comparison in finished[0].values()])
+    texts = command.count_equal_texts([comparison.report() for comparison in finished[0].values()])
     assert texts["num_texts"] > 2 and texts["num_tokens"] > 20
     assert texts["num_different"] == 0
 
@@ -105,7 +105,7 @@ def test_a_greedy_text_that_differs_is_counted(finished):
     ((*tokens, last),) = fixed.token_ids
     off = (plain, replace(fixed, token_ids=((*tokens, last + 1),)), adaptive)
     changed = replace(bench, cells=(replace(cell, blocks=(off, *cell.blocks[1:])),))
-    assert command.compare_texts([changed])["num_different"] == 1
+    assert command.count_equal_texts([changed])["num_different"] == 1
 
 
 def test_a_short_time_leaves_the_fewest_blocks(tiny_pair):
@@ -138,7 +138,7 @@ def test_text_and_table_for_people(replay, capsys):
 def test_text_that_differs_fails_the_command(replay, monkeypatch, capsys):
     replay()
     off = {"num_texts": 5, "num_tokens": 50, "num_different": 1}
-    monkeypatch.setattr(command, "compare_texts", lambda reports: off)
+    monkeypatch.setattr(command, "count_equal_texts", lambda reports: off)
     assert main(ARGUMENTS) == 1
     assert "1 of 5 greedy texts differ" in " ".join(capsys.readouterr().out.split())
 

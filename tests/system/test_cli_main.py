@@ -74,7 +74,6 @@ def test_help_of_a_command_has_examples(name, capsys):
 NEEDED = {
     "audit": ["x"],
     "quantise": ["x", "--out", "y"],
-    "recommend": ["x"],
     "generate": ["x"],
     "info": ["x"],
     "explain": ["x"],

@@ -98,3 +98,38 @@ def test_bad_input_is_one_line(arguments, said, tmp_path, capsys):
     assert run_tune(tmp_path, *arguments) == 2
     complaint = capsys.readouterr().err
     assert said in complaint and complaint.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------ former commands
+
+
+def test_recommend_tunes_the_target_and_drafts_that_it_was_given(tmp_path, capsys):
+    arguments = ["zoo:code-11m", "--drafts", "zoo:code-2m", "suffix", "--temperature", "1"]
+    assert main(["recommend", *arguments, "--plan", "--json", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "forerun recommend is forerun tune --target now\n"
+    plan = json.loads(shown.out)
+    assert "forerun serve zoo:code-11m" in plan["none"]
+    assert any("zoo:code-2m" in command for command in plan.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["zoo:code-11m", "--budget-s", "1"], "tune has no option '--budget-s'"),
+        (["--drafts", "suffix", "--plan"], "give one of"),
+    ],
+)
+def test_recommend_refuses_what_is_gone_in_one_line(arguments, said, capsys):
+    assert main(["recommend", *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_bench_names_the_command_that_compares_servers(capsys):
+    urls = ["http://127.0.0.1:1/v1", "http://user:secret@127.0.0.1:2/v1"]
+    assert main(["bench", "--url", urls[0], "--url=" + urls[1], "--concurrency", "1"]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.endswith(
+        "forerun tune --arm a=http://127.0.0.1:1/v1 --arm b=http://127.0.0.1:2/v1\n"
+    )
+    assert complaint.count("\n") == 1

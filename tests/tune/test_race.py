@@ -127,6 +127,10 @@ def test_a_single_rival_is_measured_until_its_gain_is_shown():
     assert race.recommend(LOAD).arm == "a"
 
 
+def test_a_server_alone_is_measured_in_enough_blocks_for_an_interval():
+    assert run_race(Race(["a"], [LOAD]), {"a": 50.0}) == 3
+
+
 def test_arms_that_are_as_good_as_the_fastest_end_the_race_early():
     speeds = {NONE: 50.0, "a": 100.0, "b": 99.5, "c": 99.9}
     race = Race([*speeds], [LOAD])

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from tests.tune.reports import MANY, ONE, make_interval, make_report
 
-from forerun.cli.tune_tables import print_report
+from forerun.cli.tune_tables import print_tune
 from forerun.errors import UnreadableInput
 from forerun.theory.intervals import Interval
 from forerun.tune.arms import Speculation
 from forerun.tune.check import ExactnessCheck
-from forerun.tune.compare import compare, read_earlier
+from forerun.tune.compare import compare_runs, read_earlier
 from forerun.tune.page import render_page
 from forerun.tune.report import TuneReport
 from forerun.tune.wording import list_advice
@@ -98,7 +98,7 @@ def test_k_by_the_number_of_requests_is_named_where_vllm_needs_another_k_at_each
 
 
 def test_tables_have_every_measured_arm_and_name_those_that_were_given_up(capsys):
-    print_report(make_report())
+    print_tune(make_report())
     said = capsys.readouterr().out
     row = re.search(r"ngram K=4 +52.4 +1.31 +120 / 310 +20.0 / 30.0 +2.50 .*", said)
     assert row is not None
@@ -113,7 +113,7 @@ def test_a_single_block_has_no_interval(capsys):
     once = Interval(estimate=1.4, low=0.0, high=math.inf)
     rows = (replace(report.loads[0].arms[0], speedup=once), *report.loads[0].arms[1:])
     report = change_first(report, arms=rows)
-    print_report(report)
+    print_tune(report)
     assert "inf" not in capsys.readouterr().out
     assert "inf" not in render_page(report).replace("information", "")
 
@@ -122,7 +122,7 @@ def test_names_of_the_user_are_escaped(capsys):
     report = make_report()
     row = replace(report.loads[0].arms[3], reason="\x1b[31m<script>alert(1)</script>[bold]")
     report = change_first(report, arms=(*report.loads[0].arms[:3], row))
-    print_report(report)
+    print_tune(report)
     said = capsys.readouterr().out
     assert "\x1b[31m" not in said and "[bold]" in said
     page = render_page(report)
@@ -169,7 +169,7 @@ def test_a_setting_that_became_slower_is_named_first(tmp_path):
     faster = replace(row, figures=figures, speedup=make_interval(1.5))
     before = change_first(before, arms=(faster, *before.loads[0].arms[1:]))
     before = replace(before, versions={"forerun": "0.1.0", "server": "0.25.0"})
-    lines = compare(now, read_earlier(write_result(before, tmp_path / "result.json")))
+    lines = compare_runs(now, read_earlier(write_result(before, tmp_path / "result.json")))
     assert lines[:2] == [
         "server was 0.25.0, is 0.26.0",
         "slower: ngram K=4, 1 client, T=0: 52.4 tokens/s, 0.87 (0.83–0.92) of before; speedup was "
@@ -188,9 +188,9 @@ def test_arms_of_one_block_or_of_another_load_are_not_compared(tmp_path):
     earlier = write_result(change_first(report, arms=rows), tmp_path / "result.json")
     only_first = replace(report, loads=report.loads[:1])
     nothing = ["no arm was measured at the same load in both runs"]
-    assert compare(only_first, read_earlier(earlier)) == nothing
+    assert compare_runs(only_first, read_earlier(earlier)) == nothing
     other = replace(only_first, loads=(replace(report.loads[0], load=replace(ONE, clients=3)),))
-    assert compare(other, read_earlier(write_result(report, tmp_path / "b.json"))) == nothing
+    assert compare_runs(other, read_earlier(write_result(report, tmp_path / "b.json"))) == nothing
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"loads": 3}', '{"loads": []}'])

@@ -113,6 +113,7 @@ class TrainingFlags(TrainingConfig):
     by default what suits the size of the target (docs/align.md)."""
     window: int | None = None  # type: ignore[assignment]
     learning_rate: float | None = None  # type: ignore[assignment]
+    warmup_share: Suppress[float] = 0.05
     checkpoint_every_s: Suppress[float] = 300.0
     training_seed: Suppress[int] = 0
 

@@ -1,18 +1,15 @@
-"""`forerun bench`: drafts and K compared with plain decoding, or servers with each other."""
+"""`forerun bench`: drafts and K compared with plain decoding of the same target."""
 
 from __future__ import annotations
 
 import json
-import math
-import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.table import Column
 from tyro.conf import UseAppendAction, arg
 
 from forerun.atomic_write import atomic_write
@@ -22,265 +19,18 @@ from forerun.cli.flags import (
     check_threads,
     check_writable,
 )
-from forerun.cli.tables import SafeConsole, progress_bar, status_text, table_of, with_ends
+from forerun.cli.tables import SafeConsole, status_text
 from forerun.client.urls import shown_url
 from forerun.control.config import ControllerName
 from forerun.drafters.config import AUTO
-from forerun.errors import InvalidRequest, Range
-from forerun.measure.bench.config import LEAST_BLOCKS, BenchConfig, parse_arms
+from forerun.errors import InvalidRequest
+from forerun.measure.bench.config import BenchConfig, parse_arms
 from forerun.models.architecture import WeightFormat
 from forerun.models.catalog import DEFAULT_TARGET, ZOO_DRAFTS
 
 if TYPE_CHECKING:
     from forerun.measure.bench.comparison import BenchComparison, BenchTrace
-    from forerun.sampling.config import SamplingParams
-    from forerun.theory.intervals import Interval
     from forerun.trace.files import TraceWriter
-    from forerun.tune.load import LoadBlock
-    from forerun.tune.server import MeasuredServer
-
-
-CONCURRENCY = (1, 4, 8, 16)
-MOST_CLIENTS = 256
-COLUMNS = {
-    "requests_per_s": ("requests/s", 1.0, ".2f"),
-    "tokens_per_s": ("tokens/s", 1.0, ".0f"),
-    "ttft_median_s": ("TTFT, ms\nmedian", 1e3, ".0f"),
-    "ttft_p95_s": ("TTFT, ms\np95", 1e3, ".0f"),
-    "tpot_median_s": ("TPOT, ms\nmedian", 1e3, ".1f"),
-    "tpot_p95_s": ("TPOT, ms\np95", 1e3, ".1f"),
-}
-"""Heading, scale and format of every figure."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointFlags:
-    """Flags of a load test over OpenAI-compatible endpoints."""
-
-    url: UseAppendAction[tuple[str, ...]] = ()
-    """Measure a server with the OpenAI API (http://HOST:PORT/v1) under load, or compare two.
-    --model is then the name of the model there; by default the first one that it lists."""
-    api_key_env: UseAppendAction[tuple[str, ...]] = ()
-    """Environment variable with the API key; with two servers, one for each.
-    Default: OPENAI_API_KEY, if it is set."""
-    concurrency: UseAppendAction[tuple[int, ...]] = ()
-    """Clients at once; one table row each. Default: 1 4 8 16."""
-    requests: int | None = None
-    """Requests of a block. Default: two per client, at least 3."""
-    ignore_eos: bool = False
-    """Ask for outputs of --max-tokens exactly; forerun, vLLM and llama.cpp know the field."""
-
-    def check(self) -> None:
-        if not self.url:
-            for item in fields(self):
-                if getattr(self, item.name) != item.default:
-                    raise InvalidRequest(f"--{item.name.replace('_', '-')} needs --url")
-            return
-        if len(self.url) > 2 or len(set(self.url)) < len(self.url):
-            names = ", ".join(map(shown_url, self.url))
-            raise InvalidRequest(f"--url is {names}; give one server, or two others")
-        if len(self.api_key_env) > len(self.url):
-            raise InvalidRequest("--api-key-env is given more often than --url")
-        for num_clients in self.concurrency:
-            Range("--concurrency", 1, MOST_CLIENTS, integer=True).check(num_clients)
-        if self.requests is not None:
-            Range("--requests", 1, integer=True).check(self.requests)
-
-    @property
-    def num_requests(self) -> dict[int, int]:
-        found = sorted(set(self.concurrency or CONCURRENCY))
-        return {n: max(n, self.requests or max(3, 2 * n)) for n in found}
-
-
-@dataclass(slots=True, kw_only=True)
-class EndpointRun:
-    """Runs a load test and shows its results, also after an interruption."""
-
-    options: BenchOptions
-    params: SamplingParams
-    servers: dict[str, MeasuredServer] = field(default_factory=dict)
-    blocks: list[LoadBlock] = field(default_factory=list)
-    number: int = field(default_factory=lambda: secrets.randbits(32))
-
-    def run(self, texts: Sequence[str]) -> int:
-        """Measure all blocks, with a progress bar, and show what was measured."""
-        check_writable("--out", self.options.out)
-        counts = self.options.endpoints.num_requests
-        with ExitStack() as stack:
-            for place, url in enumerate(self.options.endpoints.url):
-                name = shown_url(url)
-                name += " (2)" if name in self.servers else ""
-                self.servers[name] = stack.enter_context(self._connect(place, url))
-            total = self.options.blocks * len(counts) * len(self.servers)
-            try:
-                with progress_bar("warming up", total) as report:
-                    for block in self._measure(texts, counts):
-                        self.blocks.append(block)
-                        done = len(self.blocks)
-                        report(f"{block.load.clients} clients, block {done} of {total}", done)
-            except BaseException:
-                for server in self.servers.values():
-                    server.close()  # ends the requests that still run
-                raise
-            finally:
-                if self.blocks:
-                    self.show()
-        return 0
-
-    def _measure(self, texts: Sequence[str], counts: dict[int, int]) -> Iterator[LoadBlock]:
-        """Yield blocks: of every number of clients all servers in turn, then again."""
-        from forerun.tune.arms import Load
-        from forerun.tune.load import PromptDeck, measure_load
-
-        deck = PromptDeck(texts, self.number, marks_all=True)
-        names, most = list(self.servers), max(counts)
-        short = replace(self.params, max_tokens=min(8, self.params.max_tokens or 8))
-        warm = deck.deal_warm_up(most)
-        for name in names:
-            load = Load(clients=most, temperature=self.params.temperature)
-            measure_load(self.servers[name], warm, short, arm=name, load=load, index=-1)
-        for index in range(self.options.blocks):
-            for clients, number in counts.items():
-                load = Load(clients=clients, temperature=self.params.temperature)
-                prompts = deck.deal(load, index, number)
-                for name in names[:: -1 if index % 2 else 1]:
-                    server = self.servers[name]
-                    yield measure_load(
-                        server, prompts, self.params, arm=name, load=load, index=index
-                    )
-
-    def _connect(self, place: int, url: str) -> MeasuredServer:
-        from forerun.client.connection import ClientConfig
-        from forerun.tune.server import MeasuredServer
-
-        variables = self.options.endpoints.api_key_env
-        variable = variables[min(place, len(variables) - 1)] if variables else None
-        return MeasuredServer(
-            ClientConfig(
-                url=url,
-                model=self.options.model,
-                key_variable=variable,
-                max_connections=max(self.options.endpoints.num_requests),
-            )
-        )
-
-    def show(self) -> None:
-        """Print and write the results measured until now."""
-        content = json.dumps(self.report())
-        if self.options.json:
-            print(content)
-        else:
-            self._print()
-        if self.options.out is not None:
-            with atomic_write(self.options.out) as scratch:
-                scratch.write_text(content + "\n", encoding="utf-8")
-
-    def report(self) -> dict[str, object]:
-        from forerun.provenance import collect
-        from forerun.tune.load import compare_texts, compute_figures
-
-        cells = []
-        for row in self._rows():
-            pair = list(row.values())
-            cell: dict[str, object] = {
-                "concurrency": pair[0][0].load.clients,
-                "num_blocks": len(pair[0]),
-                "figures": {url: as_json(compute_figures(blocks)) for url, blocks in row.items()},
-            }
-            if len(pair) == 2:
-                cell["first_over_second"] = as_json(compute_figures(*pair))
-                if self.params.temperature == 0:
-                    number, share = compare_texts(*pair)
-                    assert share is not None
-                    cell["equal_texts"] = {"num_texts": number, **asdict(share)}
-            cells.append(cell)
-        return {
-            "endpoints": [
-                {"url": url, "model": server.model, "num_retries": len(server.waits_s)}
-                for url, server in self.servers.items()
-            ],
-            "cells": cells,
-            "blocks": [asdict(block) for block in self.blocks],
-            "config": {
-                "max_tokens": self.params.max_tokens,
-                "temperature": self.params.temperature,
-                "ignore_eos": self.params.ignore_eos,
-                "requests_of_a_block": self.options.endpoints.num_requests,
-                "run": self.number,
-            },
-            "provenance": collect({}).to_dict(),
-        }
-
-    def _print(self) -> None:
-        from forerun.tune.load import compute_figures
-
-        console = SafeConsole()
-        letters = dict(zip(self.servers, "AB", strict=False))
-        for url, server in self.servers.items():
-            waits = server.waits_s
-            busy = f"; {len(waits)} retries after {sum(waits):.0f} s, included in the times"
-            line = f"{letters[url]}: {url}, model {server.model}{busy if waits else ''}"
-            console.print(line, markup=False)
-        headings = (heading for heading, _, _ in COLUMNS.values())
-        table = table_of(Column("clients", no_wrap=True), *headings)
-        rows = self._rows()
-        for row in rows:
-            for url, blocks in row.items():
-                name = f"{blocks[0].load.clients}, {letters[url]}\n{len(blocks)} blocks"
-                table.add_row(name, *_format_cells(compute_figures(blocks)))
-        console.print(table, "", "TTFT: time to first token; TPOT: time per output token", sep="\n")
-        for row in rows if len(letters) == 2 else ():
-            console.print(*self._compare(*row.values()), sep="\n", markup=False)
-
-    def _rows(self) -> list[dict[str, list[LoadBlock]]]:
-        """Return the blocks that all servers have, by server, for every number of clients."""
-        rows = []
-        for clients in sorted({block.load.clients for block in self.blocks}):
-            here = [block for block in self.blocks if block.load.clients == clients]
-            shared = set.intersection(
-                *({b.index for b in here if b.arm == name} for name in self.servers)
-            )
-            if shared:
-                rows.append(
-                    {
-                        name: [b for b in here if b.arm == name and b.index in shared]
-                        for name in self.servers
-                    }
-                )
-        return rows
-
-    def _compare(self, first: Sequence[LoadBlock], second: Sequence[LoadBlock]) -> list[str]:
-        """Return sentences on the ratios and on the texts at one number of clients."""
-        from forerun.measure.bench.report import warn_of_few
-        from forerun.tune.load import compare_texts, compute_figures
-
-        found = [f"A / B with {first[0].load.clients} clients:"]
-        for name, ratio in compute_figures(first, second).items():
-            label = " ".join(COLUMNS[name][0].replace(", ms", "").split())
-            outcome = ", no difference shown" if ratio.low <= 1.0 <= ratio.high else ""
-            found.append(f"  {label} {ratio.show()}{warn_of_few(len(first))}{outcome}")
-        if self.params.temperature == 0:
-            number, share = compare_texts(first, second)
-            assert share is not None
-            found.append(f"  equal texts: {round(share.estimate * number)} of {number}")
-        return found
-
-
-def as_json(figures: dict[str, Interval]) -> dict[str, dict[str, float | None]]:
-    """Return figures for JSON; an end at infinity is None."""
-    return {
-        name: {end: v if math.isfinite(v) else None for end, v in asdict(interval).items()}
-        for name, interval in figures.items()
-    }
-
-
-def _format_cells(figures: dict[str, Interval]) -> list[str]:
-    found = []
-    for name, interval in figures.items():
-        _, scale, spec = COLUMNS[name]
-        scaled = {end: scale * value for end, value in asdict(interval).items()}
-        found.append(with_ends(replace(interval, **scaled), spec))
-    return found
 
 
 DEFAULTS = BenchConfig(arms=())
@@ -317,8 +67,6 @@ class BenchOptions:
     """Longest completion."""
     dtype: str = DEFAULTS.dtype
     """auto (as stored), bfloat16, float16 or float32."""
-    device: str = DEFAULTS.device
-    """auto, cpu, cuda or mps."""
     weights: WeightFormat = DEFAULTS.weights
     """Bits of the target's weights; see `forerun generate --help`."""
     threads: int | None = None
@@ -334,9 +82,6 @@ class BenchOptions:
     """Write the same JSON object to this file."""
     tracing: TraceFlags = field(default_factory=TraceFlags)
     """Written between the measurements, so that no measurement pays for it."""
-
-    endpoints: EndpointFlags = field(default_factory=EndpointFlags)
-    """Of servers with the OpenAI API."""
 
     @property
     def target(self) -> str:
@@ -355,7 +100,6 @@ class BenchOptions:
             num_blocks=self.blocks,
             max_tokens=self.max_tokens,
             dtype=self.dtype,
-            device=self.device,
             weights=self.weights,
             num_threads=self.threads,
         )
@@ -369,9 +113,6 @@ class BenchOptions:
 
 def run(options: BenchOptions) -> int:
     """Run the comparison; an interruption or failure still shows the results before it."""
-    options.endpoints.check()
-    if options.endpoints.url:
-        return _make_endpoint_run(options).run(_read_texts(options.prompts))
     config = options.config
     options.check()
 
@@ -408,43 +149,6 @@ def run(options: BenchOptions) -> int:
             "other --prompts, or --temperature 1"
         )
     return 0
-
-
-def _read_texts(path: Path | None) -> list[str]:
-    """Return the prompts of a load test, which a server completes as they are."""
-    from forerun.measure.prompt_files import neighbours_apart, plain_text, read_prompts
-    from forerun.models.catalog import held_out_prompts
-
-    if path is None:
-        return neighbours_apart([prompt.text for prompt in held_out_prompts()])
-    return [plain_text(entry) for entry in read_prompts(path)]
-
-
-FOR_ENDPOINTS = frozenset(
-    ("model", "prompts", "temperatures", "blocks", "max_tokens", "json", "out", "endpoints")
-)
-
-
-def _make_endpoint_run(options: BenchOptions) -> EndpointRun:
-    """Return the load test of the servers that the options name."""
-    from forerun.sampling.config import SamplingParams
-
-    defaults = BenchOptions()
-    for item in fields(options):
-        name = item.name
-        if name not in FOR_ENDPOINTS and getattr(options, name) != getattr(defaults, name):
-            flag = "trace" if name == "tracing" else name.replace("_", "-")
-            raise InvalidRequest(f"--{flag} has no effect with --url")
-    if len(options.temperatures) > 1 or options.blocks < LEAST_BLOCKS:
-        raise InvalidRequest(
-            f"--url takes one --temperature, and at least {LEAST_BLOCKS} --blocks for an interval"
-        )
-    params = SamplingParams(
-        temperature=options.temperatures[0] if options.temperatures else 0.0,
-        max_tokens=options.max_tokens,
-        ignore_eos=options.endpoints.ignore_eos,
-    )
-    return EndpointRun(options=options, params=params)
 
 
 def _begin_trace(
@@ -486,22 +190,29 @@ LISTS = {
     "--batches": ",",
     "--controller": ",",
     "--controllers": ",",
-    "--url": "",
-    "--api-key-env": "",
-    "--concurrency": ",",
 }
+
+
+def refuse_urls(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments; raise InvalidRequest for servers, which `forerun tune` compares."""
+    if not any(word.partition("=")[0] == "--url" for word in arguments):
+        return arguments
+    words = [word.removeprefix("--url=") for word in arguments]
+    urls = [shown_url(word) for word in words if word.startswith("http")] or ["URL"]
+    arms = " ".join(f"--arm {name}={url}" for name, url in zip("abcdefgh", urls, strict=False))
+    raise InvalidRequest(f"servers are compared by another command: forerun tune {arms}")
 
 
 COMMAND = Command(
     options=BenchOptions,
     run=run,
     lists=LISTS,
+    rewrite=refuse_urls,
     usual="model arms prompts raw temperatures batch blocks max_tokens weights threads controller "
-    "json out trace url",
+    "json out trace",
     description="Compare drafts and K with plain decoding of the same target: every arm continues\n"
     "a batch of prompts before the next comes, and intervals are of the paired ratio. The best\n"
-    "of several arms is chosen on one half of the blocks and scored on the other half.\n"
-    "With --url, servers answer streamed requests of several clients at once.",
+    "of several arms is chosen on one half of the blocks and scored on the other half.",
     examples=(
         "forerun bench",
         "forerun bench --model zoo:code-40m --arms zoo:code-2m-for-40m@2,4 --batch 1 8",
@@ -510,7 +221,6 @@ COMMAND = Command(
         "forerun bench --model DIR --arms DRAFT_DIR@4 --prompts prompts.jsonl",
         "forerun bench --arms self:int4@2,4,8 --controller auto",
         "forerun bench --temperature 0 --blocks 30 --out bench.json",
-        "forerun bench --url http://127.0.0.1:8000/v1 --concurrency 1 4",
         "forerun bench --trace bench.jsonl && forerun explain bench.jsonl",
     ),
 )

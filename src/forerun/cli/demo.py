@@ -124,7 +124,7 @@ def show(comparisons: Mapping[str, BenchComparison], options: DemoOptions) -> bo
 
     reports = {name: comparison.report() for name, comparison in comparisons.items()}
     reports = {name: report for name, report in reports.items() if report.has_results}
-    texts = compare_texts(list(reports.values()))
+    texts = count_equal_texts(list(reports.values()))
     weights = {name: report.to_dict() for name, report in reports.items()}
     content = json.dumps({"greedy_texts": texts, "weights": weights})
     if options.json:
@@ -140,7 +140,7 @@ def show(comparisons: Mapping[str, BenchComparison], options: DemoOptions) -> bo
     return not texts["num_different"]
 
 
-def compare_texts(reports: Sequence[BenchReport]) -> dict[str, int]:
+def count_equal_texts(reports: Sequence[BenchReport]) -> dict[str, int]:
     """Count the greedy texts of arms with a draft, and those that differ from plain decoding."""
     pairs = [
         (text, plain_text)

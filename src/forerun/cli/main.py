@@ -41,7 +41,6 @@ COMMANDS = {
     "bench": "compare drafts and K with plain decoding, on your prompts",
     "generate": "continue a prompt, streaming",
     "serve": "serve a target over HTTP, as the OpenAI API does",
-    "recommend": "try the drafts at hand on a target, and name the fastest",
     "tune": "find the fastest exact setting of speculation for the server you run",
     "info": "describe a model, its memory and whether a draft fits it",
     "quantise": "write a model with weights of 8 or 4 bits, and measure the loss",
@@ -54,6 +53,7 @@ COMMANDS = {
     "exact": "prove by enumeration that every verifier keeps the target's distribution",
 }
 FORMER = {
+    ("recommend",): ("tune", "--target"),
     ("simulate",): ("plan",),
     ("probe",): ("diagnose", "--probe"),
     ("watch",): ("diagnose", "--watch"),
@@ -207,7 +207,11 @@ def answered(arguments: Sequence[str]) -> int:
         return Exit.GOOD
     for former, words in FORMER.items():
         if tuple(arguments[: len(former)]) == former:
-            arguments = [*words, *arguments[len(former) :]]
+            rest = arguments[len(former) :]
+            if former == ("recommend",):
+                words = words[: 1 if not rest or rest[0].startswith("-") else 2]
+                rest = ["--draft" if word == "--drafts" else word for word in rest]
+            arguments = [*words, *rest]
             print(f"forerun {former[0]} is forerun {' '.join(words)} now", file=sys.stderr)
     if arguments[0] not in COMMANDS:
         _print_error(unknown(arguments[0]))

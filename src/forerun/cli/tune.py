@@ -36,7 +36,8 @@ class TuneOptions:
     """Tune forerun's own engine for this model: short for the command `forerun serve MODEL`."""
     arm: UseAppendAction[tuple[str, ...]] = ()
     """NAME=COMMAND of one setting of any server, with {port} where its port belongs, or NAME=URL of
-    one that runs already. The one called "none" is the baseline, else the first."""
+    one that runs already, with the key of OPENAI_API_KEY. The one called "none" is the baseline,
+    else the first."""
     draft: UseAppendAction[tuple[str, ...]] = ()
     """Drafts to try: a path, METHOD:PATH or the name of a method, in the engine's own words.
     Default: what needs no weights, and what the command names."""
@@ -47,6 +48,9 @@ class TuneOptions:
     Default: 1."""
     temperature: UseAppendAction[tuple[float, ...]] = ()
     """Sampling temperatures, the same. Default: 0."""
+    acceptance_length: float | None = None
+    """Accept drafts by chance, so many tokens per step on average (vLLM, llama.cpp): says what a
+    draft of this size must reach here before it is trained. Texts are wrong then."""
     prompts: Path | None = None
     """Your prompts: .jsonl with "prompt" or "messages", or a text file. Default: shipped chats."""
     max_tokens: int = TuneConfig().max_tokens
@@ -57,8 +61,6 @@ class TuneOptions:
     """Output tokens that are audited before a setting is recommended; 0: none."""
     one_at_a_time: bool = False
     """Run one server at a time, as is done anyway on a GPU or where memory is short."""
-    api_key_env: str | None = None
-    """Environment variable with the API key of servers that run already."""
     out: Path = Path("forerun-tune")
     """Folder of results, state and logs; a run that was interrupted goes on there."""
     compare: Path | None = None
@@ -102,7 +104,7 @@ def run(options: TuneOptions) -> int:
         audit_tokens=options.audit_tokens,
         one_at_a_time=True if options.one_at_a_time else None,
         prompts=options.prompts,
-        key_variable=options.api_key_env,
+        acceptance_length=options.acceptance_length,
     )
     earlier = None if options.compare is None else read_earlier(options.compare)
     arms = plan(options)
@@ -122,21 +124,21 @@ def run(options: TuneOptions) -> int:
             result = tuner.run()
     except (KeyboardInterrupt, ServerFailed):
         if tuner is not None and tuner.has_blocks:
-            publish(tuner.report(), options, earlier)
+            write_results(tuner.report(), options, earlier)
             line = f"{options.out} has what is known; the same command goes on where this run ended"
             print(line, file=sys.stderr)
         raise
-    publish(result, options, earlier)
+    write_results(result, options, earlier)
     return Exit.GOOD
 
 
-def publish(result: TuneReport, options: TuneOptions, earlier: EarlierReport | None) -> None:
+def write_results(result: TuneReport, options: TuneOptions, earlier: EarlierReport | None) -> None:
     """Write `result.json` and `page.html` into the folder of a run, and print its result."""
-    from forerun.cli.tune_tables import print_report
-    from forerun.tune.compare import compare
+    from forerun.cli.tune_tables import print_tune
+    from forerun.tune.compare import compare_runs
     from forerun.tune.page import render_page
 
-    changes = [] if earlier is None else compare(result, earlier)
+    changes = [] if earlier is None else compare_runs(result, earlier)
     values = {**result.to_dict(), "changes": changes}
     pages = {"result.json": json.dumps(values) + "\n", "page.html": render_page(result, changes)}
     for name, content in pages.items():
@@ -145,7 +147,7 @@ def publish(result: TuneReport, options: TuneOptions, earlier: EarlierReport | N
     if options.json:
         print(json.dumps(values))
     else:
-        print_report(result, changes)
+        print_tune(result, changes)
         print(f"\n{printable(options.out / 'page.html')} has pictures, and all commands")
 
 
@@ -157,7 +159,13 @@ def plan(options: TuneOptions) -> list[Arm]:
     ports = free_ports()
     if options.arm:
         return list(read_arms(options.arm, ports))
-    return plan_arms(parse_command(options.source), options.draft, options.k, ports)
+    return plan_arms(
+        parse_command(options.source),
+        options.draft,
+        options.k,
+        ports,
+        acceptance_length=options.acceptance_length,
+    )
 
 
 def read_arms(texts: Sequence[str], ports: Iterator[int]) -> Iterator[Arm]:

@@ -11,7 +11,7 @@ from forerun.tune.report import TuneReport
 from forerun.tune.wording import HEADINGS, LEGEND, list_advice, list_cells, list_given_up
 
 
-def print_report(report: TuneReport, changes: Sequence[str] = ()) -> None:
+def print_tune(report: TuneReport, changes: Sequence[str] = ()) -> None:
     """Print the tables, the changes since an earlier run, and the advice last."""
     console = SafeConsole(soft_wrap=True)
     for result in report.loads:

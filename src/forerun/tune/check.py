@@ -40,7 +40,6 @@ def check_text(
     num_tokens: int,
     *,
     prompts: Path | None,
-    key_variable: str | None,
     notify: Notify,
 ) -> ExactnessCheck:
     """Audit a server beside one that decodes plainly, with at most so many output tokens.
@@ -49,9 +48,8 @@ def check_text(
         baseline: a running server of the same model without speculation; None compares with what
             the server itself says of its text.
     """
-    keys = () if key_variable is None else (key_variable,)
     reference = None if baseline is None else baseline.url
-    source = AuditSource(url=arm.url, reference=reference, key_variables=keys, prompts=prompts)
+    source = AuditSource(url=arm.url, reference=reference, prompts=prompts)
     config = AuditConfig(max_tokens=num_tokens, kinds=read_kinds(prompts))
     try:
         config.check_enough()

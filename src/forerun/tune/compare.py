@@ -104,11 +104,11 @@ def list_changes(report: TuneReport, earlier: EarlierReport) -> Iterator[Change]
                 load=result.load,
                 tokens_per_s=now.estimate,
                 ratio=divide(now, ends),
-                speedups=None if arm.arm == report.baseline else _pair_speedups(old, arm),
+                speedups=None if arm.arm == report.baseline else _find_speedups(old, arm),
             )
 
 
-def compare(report: TuneReport, earlier: EarlierReport) -> list[str]:
+def compare_runs(report: TuneReport, earlier: EarlierReport) -> list[str]:
     """Return versions that changed, regressions, and the other arms, one line each."""
     versions = {**earlier.versions, **report.versions}
     lines = [
@@ -128,7 +128,7 @@ def _is_slower(change: Change) -> bool:
     return change.ratio.is_below(1.0)
 
 
-def _pair_speedups(old: EarlierArm, now: ArmResult) -> tuple[Interval, Interval] | None:
+def _find_speedups(old: EarlierArm, now: ArmResult) -> tuple[Interval, Interval] | None:
     before = _read(old.speedup)
     return None if before is None or now.speedup is None else (before, now.speedup)
 

@@ -34,7 +34,6 @@ class TuneConfig:
         prompts: file or folder of prompts; None takes the shipped ones.
         acceptance_length: tokens per step that drafts have by chance; None: as they are accepted.
             With it texts are wrong, and nothing is recommended.
-        key_variable: environment variable with the API key of servers that run already.
 
     Raises:
         InvalidRequest: a value is out of range; the message names it.
@@ -49,7 +48,6 @@ class TuneConfig:
     hang_s: float = 120.0
     prompts: Path | None = None
     acceptance_length: float | None = None
-    key_variable: str | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)

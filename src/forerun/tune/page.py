@@ -66,7 +66,7 @@ def draw_speedups(result: LoadResult) -> Picture:
 
 
 def render_page(report: TuneReport, changes: Sequence[str] = ()) -> str:
-    """Return the page of a run as HTML; `changes` are the sentences of `compare.compare`."""
+    """Return the page of a run as HTML; `changes` are the sentences of `compare.compare_runs`."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,

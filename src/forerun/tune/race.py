@@ -165,10 +165,12 @@ class Race:
         num_rounds = self.count_rounds(load)
         if self.is_out_of_time or num_rounds >= self.max_rounds or not self.living(load):
             return True
-        rivals = self._list_rivals(load)
-        if load in self._close or (num_rounds > 0 and not rivals):
+        if load in self._close:
             return True
-        return len(rivals) == 1 and self._is_clear(rivals[0], load)
+        rivals = self._list_rivals(load)
+        if len(self._find_shared(load)) < LEAST_BLOCKS or len(rivals) > 1:
+            return False
+        return not rivals or self._is_clear(rivals[0], load)
 
     def plan_round(self) -> list[tuple[str, Load, int]]:
         """Return what is measured next, as arm, load and index; nothing once all is decided.
@@ -274,8 +276,6 @@ class Race:
     def _is_clear(self, arm: str, load: Load) -> bool:
         """Return whether an arm is shown to be faster than the baseline, or not to pay."""
         indices = self._find_shared(load)
-        if len(indices) < LEAST_BLOCKS:
-            return False
         own, base = ([self._blocks[a, load][i] for i in indices] for a in (arm, self.baseline))
         speedup = estimate_speedup(own, base)
         return speedup.is_above(1.0) or speedup.is_below(LEAST_GAIN)

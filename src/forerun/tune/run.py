@@ -119,8 +119,9 @@ class Tuner:
         with self.state, self.fleet:
             self._restore()
             self._choose()
-            for load in self.config.loads if self.config.acceptance_length is None else ():
-                self._confirm(load)
+            if self.config.acceptance_length is None:
+                for load in self.config.loads:
+                    self._confirm(load)
         return self.report()
 
     def report(self) -> TuneReport:
@@ -134,6 +135,7 @@ class Tuner:
             start_s=self.fleet.start_s,
             minutes=self.minutes,
             is_complete=len(self._recommended) == len(self.config.loads),
+            acceptance_length=self.config.acceptance_length,
             provenance=collect({}).to_dict(),
             versions=self.versions,
         )
@@ -235,7 +237,6 @@ class Tuner:
         return MeasuredServer(
             ClientConfig(
                 url=arm.url,
-                key_variable=None if arm.command else self.config.key_variable,
                 max_connections=max(load.clients for load in self.config.loads),
                 num_tries=1,
                 timeout_s=self.config.hang_s,
@@ -316,7 +317,6 @@ class Tuner:
                     running.get(self.race.baseline),
                     self.config.audit_tokens,
                     prompts=self.config.prompts,
-                    key_variable=self.config.key_variable,
                     notify=self.notify,
                 )
             self.state.append(AuditRecord(arm=name, report=asdict(self._checks[name])))

@@ -152,28 +152,6 @@ class BenchConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecommendConfig:
-    """Settings of a recommendation."""
-
-    target: str
-    """Folder, hub name or shipped model such as zoo:code-40m."""
-    drafts: tuple[str, ...] = ()
-    """What to try, as for `forerun generate --draft`. Default: shipped drafts of a shipped target,
-    or up to 3 models of the local Hugging Face cache whose tokenizer fits; suffix, recycling and
-    self:int4."""
-    temperature: float = 0.0
-    """Sampling temperature of the texts; 0 is greedy."""
-    max_tokens: int = 128
-    """Longest text."""
-    budget_s: float = 10.0
-    """About twice so many seconds of decoding per draft, loading not counted."""
-    weights: WeightFormat = "auto"
-    """Bits of the target's weights; see `forerun generate --help`."""
-    num_threads: int | None = None
-    """Threads of the passes."""
-
-
 SMALL_CHAT_MODEL = PREFIX + "smollm2-135m"
 """The target of the demonstration, from the package index."""
 CHECKOUT_TARGET = PREFIX + "code-40m"
