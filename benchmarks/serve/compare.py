@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ import httpx
 from servers import Models, Server, arms_of
 
 from forerun.client.connection import ClientConfig
-from forerun.measure.bench.endpoint import MeasuredServer
-from forerun.measure.bench.load import LoadBlock, load_figures, load_rows, measure_load
 from forerun.models.catalog import held_out_prompts
 from forerun.models.checkpoint import ModelFiles
 from forerun.provenance import collect, content_hash
 from forerun.sampling.config import SamplingParams
+from forerun.tune.arms import Load
+from forerun.tune.load import LoadBlock, compute_figures, measure_load
+from forerun.tune.server import MeasuredServer
 
 PEERS = ("vLLM", "llama.cpp")
 REQUESTS = {1: 3, 4: 8, 8: 16, 16: 32}
@@ -79,8 +81,8 @@ def measure(options: argparse.Namespace, models: Models, results: Results) -> No
                             backend,
                             chosen,
                             SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
-                            endpoint=arm.name,
-                            concurrency=concurrency,
+                            arm=arm.name,
+                            load=Load(clients=concurrency),
                             index=at,
                         )
                     check(block, backend, tokens)
@@ -100,11 +102,11 @@ def backend_of(server: Server, extra: Mapping[str, Any]) -> MeasuredServer:
 
 def check(block: LoadBlock, backend: MeasuredServer, num_tokens: int) -> None:
     """Refuse a block with answers of another length, or with requests that were sent again."""
-    wrong = [c.num_tokens for c in block.completions if c.num_tokens != num_tokens]
+    wrong = [c.num_tokens for c in block.answers if c.num_tokens != num_tokens]
     if wrong:
-        raise RuntimeError(f"{block.endpoint} returned {wrong} tokens, not {num_tokens}")
+        raise RuntimeError(f"{block.arm} returned {wrong} tokens, not {num_tokens}")
     if backend.waits_s:
-        raise RuntimeError(f"{block.endpoint} failed {len(backend.waits_s)} times")
+        raise RuntimeError(f"{block.arm} failed {len(backend.waits_s)} times")
 
 
 class Results:
@@ -119,7 +121,7 @@ class Results:
         """Write all blocks and the table, and return the table."""
         rows = rows_of(self.blocks)
         self.out.mkdir(parents=True, exist_ok=True)
-        blocks = [block.to_dict() for block in self.blocks]
+        blocks = [asdict(block) for block in self.blocks]
         content = {**self.facts, "rows": rows, "blocks": blocks}
         (self.out / "serve.json").write_text(json.dumps(content, indent=1) + "\n")
         text = table(rows)
@@ -130,16 +132,22 @@ class Results:
 def rows_of(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
     """Return the figures of every arm at every concurrency, over the rounds that all arms have."""
     rows = []
-    for by_arm in load_rows(blocks):
+    for load in sorted({block.load for block in blocks}):
+        by_arm: dict[str, list[LoadBlock]] = {}
+        for block in blocks:
+            if block.load == load:
+                by_arm.setdefault(block.arm, []).append(block)
+        least = min(map(len, by_arm.values()))  # the last round may be of some arms alone
+        by_arm = {arm: found[:least] for arm, found in by_arm.items()}
         for arm, found in sorted(by_arm.items()):
             row: dict[str, Any] = {
-                "concurrency": found[0].concurrency,
+                "concurrency": load.clients,
                 "arm": arm,
                 "rounds": len(found),
             }
-            row |= {name: figure.estimate for name, figure in load_figures(found).items()}
+            row |= {name: figure.estimate for name, figure in compute_figures(found).items()}
             if len(found) > 1 and OURS in by_arm:
-                ratio = load_figures(by_arm[OURS], found)["requests_per_s"]
+                ratio = compute_figures(by_arm[OURS], found)["requests_per_s"]
                 row["auto_over_this"] = [ratio.estimate, ratio.low, ratio.high]
             rows.append(row)
     return rows

@@ -26,12 +26,13 @@ sys.path.append(str(Path(__file__).resolve().parent))  # benchmarks are scripts
 from run import start_server
 
 from forerun.client.connection import ClientConfig
-from forerun.measure.bench.endpoint import MeasuredServer
-from forerun.measure.bench.load import LoadBlock, measure_load
 from forerun.models.catalog import held_out_prompts
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import bootstrap_ratio
+from forerun.tune.arms import Load
+from forerun.tune.load import LoadBlock, measure_load
+from forerun.tune.server import MeasuredServer
 
 ARMS = ("closed", "open")
 PERIOD_S = 1.0
@@ -84,8 +85,8 @@ def measure(options: argparse.Namespace, url: str) -> dict[str, list[LoadBlock]]
                         server,
                         prompts,
                         params,
-                        endpoint=arm,
-                        concurrency=options.concurrency,
+                        arm=arm,
+                        load=Load(clients=options.concurrency),
                         index=index,
                     )
                 blocks[arm].append(block)
@@ -99,8 +100,7 @@ def summary(blocks: dict[str, list[LoadBlock]]) -> dict[str, object]:
     walls = {arm: [block.wall_s for block in found] for arm, found in blocks.items()}
     ratio = bootstrap_ratio(walls["closed"], walls["open"], seed=0)
     rates = {
-        f"{arm}_tokens_per_s": sum(c.num_tokens for b in found for c in b.completions)
-        / sum(walls[arm])
+        f"{arm}_tokens_per_s": sum(block.num_tokens for block in found) / sum(walls[arm])
         for arm, found in blocks.items()
     }
     interval = [ratio.low, ratio.high]

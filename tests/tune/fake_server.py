@@ -374,7 +374,7 @@ def main() -> None:
     Handler.options, Handler.faults, Handler.counters = options, faults, Counters(options.k)
     Handler.started_s = time.monotonic()
     server = Server((options.host, port), Handler)
-    print(f"listening on {options.host}:{port}", flush=True)
+    print(f"listening on http://{options.host}:{port}", flush=True)
     server.serve_forever()
 
 

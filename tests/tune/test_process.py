@@ -12,14 +12,17 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.tune.fakes import FAKE, LONG_S, fake_arm, is_running, wait_until
+from tests.tune.fakes import LONG_S, fake_arm, is_running, wait_until
 
-from forerun.tune import supervisor
+from forerun.client.client import Client
+from forerun.client.connection import ClientConfig
+from forerun.errors import ForerunError
+from forerun.tune import process, supervisor
 from forerun.tune.arms import Arm
 from forerun.tune.process import ServerFailed, ServerProcess, explain_end, free_ports
 
@@ -35,28 +38,36 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "logs" / "fake.log"
 
 
+def read(log: Path) -> str:
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "GRACE_S", 1.0)
+
+
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
-    """After each test this process has the children it had before."""
-    before = set(psutil.Process().children(recursive=True))
+    """No server, child of one or supervisor outlives its test."""
     yield
-    wait_until(lambda: not [p for p in find_fakes() if p not in before])
+    left = find_fakes()
+    for one in left:
+        one.kill()
+    assert not left
 
 
 def find_fakes() -> list[psutil.Process]:
-    """Return all fake servers, their children and supervisors that this test process started."""
+    """Return all processes that the tests of this process started and that have not ended."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            words = process.cmdline()
-            if MARK in process.environ().get("FORERUN_TEST", "") and words:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return [process for process in found if process.pid != os.getpid()]
+    for one in psutil.process_iter():
+        with suppress(psutil.Error):  # an ended process has no environment
+            if one.environ().get("FORERUN_TEST") == MARK:
+                found.append(one)
+    return found
 
 
-MARK = f"mark-{os.getpid()}"
+MARK = f"process-{os.getpid()}"
 
 
 def marked(arm: Arm) -> Arm:
@@ -92,7 +103,7 @@ def test_a_server_becomes_ready_and_is_stopped(log):
         assert server.memory_bytes() > 1 << 20
     assert seconds == sorted(seconds)
     assert len(seconds) > 1
-    assert "listening on" in log.read_text()
+    assert "listening on" in read(log)
     assert server.failure() is None
     assert server.memory_bytes() == 0
     server.stop()
@@ -102,16 +113,16 @@ def test_a_server_becomes_ready_and_is_stopped(log):
 
 
 def test_several_servers_run_at_once(tmp_path):
-    servers = [ServerProcess(marked(fake_arm()), tmp_path / f"{n}.log") for n in range(3)]
-    for server in servers:
-        server.start()
-    for server in servers:
-        server.wait_ready(LONG_S, ignore)
-    servers[1].stop()
-    assert [server.failure() for server in servers] == [None] * 3
-    assert read_models(servers[0].arm) == read_models(servers[2].arm) == "fake"
-    for server in servers:
-        server.stop()
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(ServerProcess(marked(fake_arm()), tmp_path / f"{n}.log"))
+            for n in range(3)
+        ]
+        for server in servers:
+            server.wait_ready(LONG_S, ignore)
+        servers[1].stop()
+        assert [server.failure() for server in servers] == [None] * 3
+        assert read_models(servers[0].arm) == read_models(servers[2].arm) == "fake"
 
 
 def test_a_server_that_loads_answers_503_until_it_is_ready(log):
@@ -121,11 +132,10 @@ def test_a_server_that_loads_answers_503_until_it_is_ready(log):
 
 
 def test_another_thread_may_stop_a_server_that_is_waited_for(log):
-    server = ServerProcess(marked(fake_arm("never-ready")), log)
-    server.start()
-    threading.Timer(0.5, server.stop).start()
-    with pytest.raises(ServerFailed, match="stopped before it was ready"):
-        server.wait_ready(LONG_S, ignore)
+    with ServerProcess(marked(fake_arm("never-ready")), log) as server:
+        threading.Timer(0.5, server.stop).start()
+        with pytest.raises(ServerFailed, match="stopped before it was ready"):
+            server.wait_ready(LONG_S, ignore)
 
 
 def test_ports_are_free_and_differ():
@@ -159,7 +169,7 @@ def test_a_server_that_fails_says_why(fault, reason, log, monkeypatch):
 
 def test_an_unknown_argument_is_named(log):
     reason = fail(fake_arm(options=("--warp-speed", "9")), log)
-    assert reason.startswith("it does not know an argument: ")
+    assert reason.startswith("it refuses an argument: ")
     assert "--warp-speed" in reason
 
 
@@ -172,7 +182,7 @@ def test_a_server_on_another_port_is_recognised(log):
     arm = fake_arm("ignores-port")
     port = arm.url.split(":")[2].removesuffix("/v1")
     reason = fail(arm, log)
-    other = re.search(r"listening on 127.0.0.1:(\d+)", log.read_text())[1]
+    other = re.search(r"listening on http://127.0.0.1:(\d+)", read(log))[1]
     assert reason.startswith(f"never listened on port {port} (listens on {other})")
 
 
@@ -188,15 +198,15 @@ def test_a_port_in_use_is_refused_at_once(log):
 
 def test_an_answer_of_another_process_is_not_taken_for_ready(log):
     """The other one takes the port after the server was started."""
-    with ServerProcess(marked(fake_arm()), log) as other:
+    with (
+        ServerProcess(marked(fake_arm()), log) as other,
+        ServerProcess(marked(fake_arm("ignores-port")), log.with_name("other")) as server,
+    ):
         other.wait_ready(LONG_S, ignore)
-        server = ServerProcess(marked(fake_arm("ignores-port")), log.with_name("other"))
-        server.start()
         server.arm, server.port = other.arm, other.port
-        wait_until(lambda: "listening" in server.log.read_text())
+        wait_until(lambda: "listening" in read(server.log))
         with pytest.raises(ServerFailed, match=r"another program answers on port \d+"):
             server.wait_ready(LONG_S, ignore)
-        server.stop()
 
 
 @pytest.mark.parametrize(
@@ -238,12 +248,12 @@ def test_a_server_that_ends_later_says_why(log):
 def test_a_log_has_the_beginning_and_the_end_of_gigabytes(log):
     with ServerProcess(marked(fake_arm("noise=40")), log) as server:
         server.wait_ready(LONG_S, ignore)
-        wait_until(lambda: "listening" in log.read_text(errors="replace"))
+        wait_until(lambda: "listening" in read(log))
         most = supervisor.HEAD_BYTES + 2 * supervisor.TAIL_BYTES + 100
         assert supervisor.HEAD_BYTES < log.stat().st_size <= most
-        left_out = int(re.search(r"\[(\d+) bytes left out\]", log.read_text())[1])
+        left_out = int(re.search(r"\[(\d+) bytes left out\]", read(log))[1])
         assert left_out + log.stat().st_size == pytest.approx(40 << 20, rel=0.001)
-        assert log.read_text().startswith("xxx")
+        assert read(log).startswith("xxx")
 
 
 @pytest.mark.parametrize(
@@ -263,10 +273,20 @@ def test_a_log_has_the_beginning_and_the_end_of_gigabytes(log):
             "not enough memory: ValueError: Free memory on device",
         ),
         (1, "[Errno 98] error while attempting to bind: address already in use", "its port is in"),
-        (1, "error: invalid argument: --foo", "it does not know an argument: error: invalid arg"),
+        (1, "error: invalid argument: --foo", "it refuses an argument: error: invalid arg"),
+        (
+            1,
+            "0.00.021.262 E gguf: failed to open 'x'",
+            "a file is missing: gguf: failed to open 'x'",
+        ),
+        (
+            1,
+            "Value error, no K [type=value_error]\n    For further information visit https://e.dev",
+            "exit status 1: Value error, no K",
+        ),
         (1, "ModuleNotFoundError: No module named 'vllm'", "a package is missing: ModuleNotFou"),
         (1, "\x1b[31mOSError: a/b is not a valid model identifier", "a file is missing: OSError"),
-        (1, "get https://user:pass@host/x failed", "exit status 1: get https://…"),
+        (1, "get https://user:pass@host/x failed", "exit status 1: get https://host/… failed"),
     ],
 )
 def test_reasons(status, line, reason):
@@ -281,8 +301,8 @@ def test_reasons(status, line, reason):
 def test_a_grandchild_that_ignores_sigterm_is_killed(log, monkeypatch):
     with ServerProcess(marked(fake_arm("child", "stubborn")), log) as server:
         server.wait_ready(LONG_S, ignore)
-        wait_until(lambda: "child" in log.read_text())
-        child = int(re.search(r"child (\d+)", log.read_text())[1])
+        wait_until(lambda: "child" in read(log))
+        child = int(re.search(r"child (\d+)", read(log))[1])
         assert is_running(child)
     assert not is_running(child)
 
@@ -290,7 +310,7 @@ def test_a_grandchild_that_ignores_sigterm_is_killed(log, monkeypatch):
 def test_a_paused_server_does_nothing_and_can_be_resumed(log):
     with ServerProcess(marked(fake_arm("heartbeat=0.005", "child")), log) as server:
         server.wait_ready(LONG_S, ignore)
-        wait_until(lambda: "beat 5\n" in log.read_text())
+        wait_until(lambda: "beat 5\n" in read(log))
         wait_until(lambda: len(server._list_processes()) == 2)
         server.pause()
         wait_until(lambda: {p.status() for p in server._list_processes()} == {"stopped"})
@@ -308,14 +328,16 @@ def test_a_paused_server_does_nothing_and_can_be_resumed(log):
 
 
 def count_beats(log: Path) -> int:
-    return log.read_text().count("beat")
+    return read(log).count("beat")
 
 
 PARENT = """
 import signal, sys
 from pathlib import Path
 from forerun.tune.arms import Arm
-from forerun.tune.process import ServerFailed, ServerProcess
+from forerun.tune import process
+from forerun.tune.process import ServerProcess
+process.GRACE_S = 1.0
 port, how, log, *command = sys.argv[1:]
 arm = Arm(name="fake", url=f"http://127.0.0.1:{port}/v1", command=tuple(command))
 server = ServerProcess(arm, Path(log))
@@ -375,6 +397,17 @@ def test_no_process_is_left_when_forerun_ends(number, word, log):
     wait_until(lambda: not find_fakes())
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left_at_any_moment(number, log):
+    for hundredths in range(2, 80, 4):
+        with start_parent("wait", log) as parent:
+            threading.Event().wait(hundredths / 100)
+            parent.send_signal(number)
+            parent.communicate()
+        wait_until(lambda: not find_fakes())
+
+
 def test_paused_servers_end_with_forerun(log):
     with start_parent("paused", log) as parent:
         wait_for(parent, "ready")
@@ -392,14 +425,12 @@ def test_no_process_is_left_after_an_exception(how, log):
 
 
 def test_a_command_ends_with_its_supervisor(log):
-    server = ServerProcess(marked(fake_arm()), log)
-    server.start()
-    server.wait_ready(LONG_S, ignore)
-    server._supervisor.kill()
-    wait_until(server.failure)
-    assert server.failure() == "its supervisor was killed"
-    wait_until(lambda: not find_fakes())
-    server.stop()
+    with ServerProcess(marked(fake_arm()), log) as server:
+        server.wait_ready(LONG_S, ignore)
+        server._supervisor.kill()
+        wait_until(server.failure)
+        assert server.failure() == "its supervisor was killed"
+        wait_until(lambda: not find_fakes())
 
 
 def test_servers_start_where_standard_input_is_closed(log):
@@ -439,18 +470,43 @@ def test_honest_fakes_agree_and_a_wrong_one_does_not(tmp_path):
         marked(fake_arm(*faults, options=("--k", k)))
         for k, *faults in ((0,), (4,), (4, "wrong-text"))
     ]
-    servers = [ServerProcess(arm, tmp_path / f"{i}.log") for i, arm in enumerate(arms)]
-    for server in servers:
-        server.start()
-    for server in servers:
+    with ExitStack() as stack:
+        for number, arm in enumerate(arms):
+            server = stack.enter_context(ServerProcess(arm, tmp_path / f"{number}.log"))
+            server.wait_ready(LONG_S, ignore)
+        texts = [ask(arm)["choices"][0]["text"] for arm in arms]
+        assert texts[0] == texts[1] != texts[2]
+        address = arms[1].url.replace("/v1", "/metrics")
+        with closing(urllib.request.urlopen(address, timeout=LONG_S)) as answer:
+            assert b"vllm:spec_decode_num_accepted_tokens_per_pos_total{" in answer.read()
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [("garbage", "not JSON"), ("hang-after=0", "cannot be reached|no response|to answer")],
+)
+def test_a_fake_answers_wrongly(fault, problem, log):
+    arm = marked(fake_arm(fault))
+    config = ClientConfig(url=arm.url, num_tries=1, timeout_s=2.0)
+    with ServerProcess(arm, log) as server, Client(config) as client:
         server.wait_ready(LONG_S, ignore)
-    texts = [ask(arm)["choices"][0]["text"] for arm in arms]
-    assert texts[0] == texts[1] != texts[2]
-    page = urllib.request.urlopen(arms[1].url.replace("/v1", "/metrics"), timeout=LONG_S).read()
-    assert b'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="fake",pos' in page
-    for server in servers:
-        server.stop()
+        with pytest.raises(ForerunError, match=problem):
+            list(client.stream("once", {"max_tokens": 4}))
+        assert server.failure() is None
 
 
-def test_the_fake_is_the_file_that_arms_start():
-    assert str(FAKE) in fake_arm().command
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_fake_streams_tokens_with_usage_and_logprobs(temperature, log):
+    arm = marked(fake_arm(options=("--k", "3")))
+    with ServerProcess(arm, log) as server, Client(ClientConfig(url=arm.url)) as client:
+        server.wait_ready(LONG_S, ignore)
+        fields = {"max_tokens": 30, "temperature": temperature}
+        pieces = list(client.stream("once", fields, logprobs=20, seed=3))
+        whole = client.complete("once", fields, logprobs=20, seed=3)
+        messages = [{"role": "user", "content": "once"}]
+        assert client.chat(messages, fields).usage.completion_tokens == 30
+    assert 8 <= len(pieces) < 30
+    assert "".join(piece.text or "" for piece in pieces) == whole.text
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens == 30
+    assert sum(len(piece.logprobs or ()) for piece in pieces) == len(whole.logprobs) == 30
+    assert len(whole.token_ids) == 30

@@ -2,42 +2,178 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.tune.fakes import fake_arm
+from tests.tune.fakes import FAKE, fake_arm, is_running, wait_until
 
+from forerun.errors import InvalidRequest
 from forerun.tune.arms import Arm, Load
 from forerun.tune.config import TuneConfig
-from forerun.tune.process import ServerFailed
-from forerun.tune.report import TuneReport
+from forerun.tune.process import ServerFailed, ServerProcess
+from forerun.tune.report import LoadResult, TuneReport
 from forerun.tune.run import Tuner
 
-PLAIN = ("--step-s", "0.004")
-DRAFTS = ("--step-s", "0.004", "--k", "3", "--acceptance", "0.9")
-FAST = ("--step-s", "0.002")
-SLOW = ("--step-s", "0.02")
+PLAIN = ("--step-s", "0.01")
+DRAFTS = ("--step-s", "0.01", "--k", "3", "--acceptance", "0.9")
+SLOW = ("--step-s", "0.05")
 
 
-def run(arms: list[Arm], folder: Path, *, audit_tokens: int = 0, minutes: float = 10.0, **settings: object) -> TuneReport:
-    notes: list[str] = []
-    config = TuneConfig(max_tokens=32, minutes=minutes, audit_tokens=audit_tokens, **settings)
-    tuner = Tuner(arms, config, source="fake", folder=folder, notify=notes.append)
+def run(arms: list[Arm], folder: Path, **settings: Any) -> TuneReport:
+    given: dict[str, Any] = {"max_tokens": 32, "minutes": 10.0, "audit_tokens": 0, **settings}
+    tuner = Tuner(arms, TuneConfig(**given), source="fake", folder=folder, notify=lambda text: None)
     return tuner.run()
+
+
+def reasons_of(result: LoadResult) -> dict[str, str]:
+    return {arm.arm: arm.reason or "" for arm in result.arms}
 
 
 def test_faulty_servers_are_given_up_and_the_fastest_is_recommended(tmp_path: Path) -> None:
     arms = [
         fake_arm(name="none", options=PLAIN),
-        fake_arm(name="fast", options=DRAFTS),
+        fake_arm(name="drafts", options=DRAFTS),
         fake_arm(name="slow", options=SLOW),
-        fake_arm("crash=CUDA out of memory", name="crashing"),
-        fake_arm("hang-after=4", name="hanging", options=FAST),
-        fake_arm("garbage", name="garbage", options=FAST),
-        fake_arm("ignores-port", name="elsewhere", options=FAST),
+        fake_arm("crash=CUDA out of memory", name="without memory"),
+        fake_arm("crash-after=4", name="crashing", options=PLAIN),
+        fake_arm("hang-after=4", name="hanging", options=PLAIN),
+        fake_arm("garbage", name="garbage", options=PLAIN),
+        fake_arm("ignores-port", name="elsewhere", options=PLAIN),
+        fake_arm("never-ready", name="never ready"),
     ]
-    report = run(arms, tmp_path, ready_s=20.0)
+    report = run(arms, tmp_path, ready_s=15.0, hang_s=5.0)
     [result] = report.loads
-    reasons = {arm.arm: arm.reason for arm in result.arms}
-    print(reasons)
-    assert result.recommended == "fast"
+    reasons = reasons_of(result)
+    assert result.recommended == "drafts" and report.is_complete
+    assert result.confirmed is not None and result.confirmed.low > 1.0
+    assert not reasons["none"] and not reasons["drafts"]
+    assert "of the tokens/s of drafts" in reasons["slow"]
+    assert "not enough memory" in reasons["without memory"]
+    assert reasons["crashing"] and "timed out" in reasons["hanging"]
+    assert "not JSON" in reasons["garbage"] and "never listened" in reasons["elsewhere"]
+    assert "not ready after 15 s" in reasons["never ready"]
+    drafts = next(arm for arm in result.arms if arm.arm == "drafts")
+    assert drafts.drafting is not None and (drafts.drafting.acceptance_length or 0.0) > 2.0
+    assert drafts.equal_texts == 1.0
+
+
+def test_a_setting_that_changes_the_text_is_never_recommended(tmp_path: Path) -> None:
+    arms = [
+        fake_arm(name="none", options=PLAIN),
+        fake_arm("wrong-text", name="wrong", options=DRAFTS),
+        fake_arm(name="honest", options=("--step-s", "0.01", "--k", "1", "--acceptance", "0.9")),
+    ]
+    [result] = run(arms, tmp_path, audit_tokens=3000).loads
+    assert result.recommended == "honest"
+    assert "it changes the text" in reasons_of(result)["wrong"]
+    assert result.check is not None and result.check.status != "deviates"
+
+
+def test_none_is_recommended_where_drafts_lose(tmp_path: Path) -> None:
+    arms = [fake_arm(name="none", options=PLAIN), fake_arm(name="slow", options=SLOW)]
+    loads = (Load(clients=1), Load(clients=3, temperature=1.0))
+    report = run(arms, tmp_path, loads=loads)
+    assert [result.recommended for result in report.loads] == ["none", "none"]
+    assert all(result.confirmed is None for result in report.loads)
+
+
+def test_one_server_at_a_time_finds_the_same(tmp_path: Path) -> None:
+    arms = [fake_arm(name="none", options=PLAIN), fake_arm(name="drafts", options=DRAFTS)]
+    alive: list[int] = []
+    start = ServerProcess.start
+
+    def count(server: ServerProcess) -> None:
+        alive.append(sum(s.memory_bytes() > 0 for s in servers))
+        servers.append(server)
+        start(server)
+
+    servers: list[ServerProcess] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerProcess, "start", count)
+        [result] = run(arms, tmp_path, one_at_a_time=True).loads
+    assert result.recommended == "drafts"
+    assert len(alive) > 2 and not any(alive)
+
+
+def test_a_budget_of_seconds_measures_the_baseline_alone(tmp_path: Path) -> None:
+    arms = [fake_arm(name="none", options=PLAIN), fake_arm(name="drafts", options=DRAFTS)]
+    [result] = run(arms, tmp_path, minutes=0.001).loads
+    assert result.recommended == "none"
+    assert "lack of time" in reasons_of(result)["drafts"]
+
+
+def test_a_baseline_that_fails_ends_the_run(tmp_path: Path) -> None:
+    arms = [fake_arm("crash=no model", name="none"), fake_arm(name="drafts", options=DRAFTS)]
+    with pytest.raises(ServerFailed, match=r"compared with: .*no model"):
+        run(arms, tmp_path)
+
+
+def test_servers_that_run_already_are_measured_and_left_alone(tmp_path: Path) -> None:
+    servers = [fake_arm(name="none", options=PLAIN), fake_arm(name="drafts", options=DRAFTS)]
+    started = [ServerProcess(arm, tmp_path / f"{arm.name}.log") for arm in servers]
+    try:
+        for server in started:
+            server.start()
+            server.wait_ready(60.0, lambda s: None)
+        arms = [Arm(name=arm.name, url=arm.url) for arm in servers]
+        [result] = run(arms, tmp_path / "out").loads
+        assert result.recommended == "drafts"
+        assert all(server.failure() is None and server.memory_bytes() for server in started)
+    finally:
+        for server in started:
+            server.stop()
+
+
+RESUMED = """
+import os, sys
+from pathlib import Path
+from tests.tune.test_run import DRAFTS, PLAIN, run
+from tests.tune.fakes import fake_arm
+from forerun.tune.run import Tuner
+
+count, add = 0, Tuner._add
+def stop_at(tuner, block, is_final):
+    global count
+    count += 1
+    add(tuner, block, is_final)
+    if count == int(sys.argv[2]):
+        servers = tuner.fleet._running.values()
+        print(*(p.pid for s in servers for p in s._list_processes()), flush=True)
+        os.kill(os.getpid(), int(sys.argv[3]))
+Tuner._add = stop_at
+arms = [fake_arm(name="none", options=PLAIN), fake_arm(name="drafts", options=DRAFTS)]
+run(arms, Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_and_goes_on(tmp_path: Path, signal_number: int) -> None:
+    root = FAKE.parents[2]
+    stopped = subprocess.run(
+        [sys.executable, "-c", RESUMED, tmp_path, "5", str(int(signal_number))],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert stopped.returncode != 0
+    pids = [int(pid) for pid in stopped.stdout.split()]
+    assert pids
+    wait_until(lambda: not any(map(is_running, pids)))
+    num_records = len((tmp_path / "state.jsonl").read_text().splitlines())
+    arms = [fake_arm(name="none", options=PLAIN), fake_arm(name="drafts", options=DRAFTS)]
+    [result] = run(arms, tmp_path).loads
+    lines = (tmp_path / "state.jsonl").read_text().splitlines()
+    assert num_records >= 5 and len(lines) == len(set(lines)) > num_records
+    assert result.recommended == "drafts"
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    arms = [fake_arm(name="none", options=PLAIN), fake_arm(name="slow", options=SLOW)]
+    run(arms, tmp_path, minutes=0.001)
+    with pytest.raises(InvalidRequest, match="max_tokens was 32, is 16"):
+        run(arms, tmp_path, max_tokens=16)

@@ -48,6 +48,9 @@ class TuneOptions:
     Default: 1."""
     temperature: UseAppendAction[tuple[float, ...]] = ()
     """Sampling temperatures, the same. Default: 0."""
+    acceptance_length: float | None = None
+    """Accept drafts by chance, so many tokens per step on average (vLLM, llama.cpp): says what a
+    draft of this size must reach here before it is trained. Texts are wrong then."""
     prompts: Path | None = None
     """Your prompts: .jsonl with "prompt" or "messages", or a text file. Default: shipped chats."""
     max_tokens: int = TuneConfig().max_tokens
@@ -59,13 +62,11 @@ class TuneOptions:
     one_at_a_time: bool = False
     """Run one server at a time, as is done anyway on a GPU or where memory is short."""
     out: Path = Path("forerun-tune")
-    """Folder of results, state and logs; a run that was interrupted goes on there."""
+    """Folder of page.html, result.json, state and logs; a run that was interrupted goes on there."""
     compare: Path | None = None
     """The result.json of an earlier run: name what became slower since."""
     plan: bool = False
     """Show the commands that would be compared, and start nothing."""
-    json: bool = False
-    """Print one JSON object."""
 
     @property
     def source(self) -> str:
@@ -101,11 +102,12 @@ def run(options: TuneOptions) -> int:
         audit_tokens=options.audit_tokens,
         one_at_a_time=True if options.one_at_a_time else None,
         prompts=options.prompts,
+        acceptance_length=options.acceptance_length,
     )
     earlier = None if options.compare is None else read_earlier(options.compare)
     arms = plan(options)
     if options.plan:
-        show_plan(arms, options)
+        show_plan(arms)
         return Exit.GOOD
     tuner: Tuner | None = None
     try:
@@ -140,11 +142,8 @@ def write_results(result: TuneReport, options: TuneOptions, earlier: EarlierRepo
     for name, content in pages.items():
         with atomic_write(options.out / name) as scratch:
             scratch.write_text(content, encoding="utf-8")
-    if options.json:
-        print(json.dumps(values))
-    else:
-        print_tune(result, changes)
-        print(f"\n{printable(options.out / 'page.html')} has pictures, and all commands")
+    print_tune(result, changes)
+    print(f"\n{printable(options.out)} has page.html with pictures, and result.json")
 
 
 def plan(options: TuneOptions) -> list[Arm]:
@@ -155,7 +154,13 @@ def plan(options: TuneOptions) -> list[Arm]:
     ports = free_ports()
     if options.arm:
         return list(read_arms(options.arm, ports))
-    return plan_arms(parse_command(options.source), options.draft, options.k, ports)
+    return plan_arms(
+        parse_command(options.source),
+        options.draft,
+        options.k,
+        ports,
+        acceptance_length=options.acceptance_length,
+    )
 
 
 def read_arms(texts: Sequence[str], ports: Iterator[int]) -> Iterator[Arm]:
@@ -176,15 +181,11 @@ def read_arms(texts: Sequence[str], ports: Iterator[int]) -> Iterator[Arm]:
         yield Arm(name=name, url=f"http://127.0.0.1:{port}/v1", command=tuple(words), typed=value)
 
 
-def show_plan(arms: Sequence[Arm], options: TuneOptions) -> None:
+def show_plan(arms: Sequence[Arm]) -> None:
     """Print the command of every arm, as it would be started."""
-    commands = {arm.name: arm.started_command for arm in arms}
-    if options.json:
-        print(json.dumps(commands))
-        return
     console = SafeConsole(soft_wrap=True)
-    for name, command in commands.items():
-        console.print(f"{name}\n  {command}", markup=False)
+    for arm in arms:
+        console.print(f"{arm.name}\n  {arm.started_command}", markup=False)
 
 
 def fill_command(arguments: Sequence[str]) -> Sequence[str]:

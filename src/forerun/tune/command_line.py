@@ -51,12 +51,17 @@ def parse_command(text: str) -> ServerCommand:
             return replace(command, environment=MappingProxyType(environment))
     raise InvalidRequest(
         f"{shlex.join(words)!r:.80} starts no server that tune knows (vllm serve, llama-server, "
-        "sglang.launch_server, forerun serve): give one command per setting with --arm NAME=COMMAND"
+        "sglang.launch_server, forerun serve): give each setting's command with --arm NAME=COMMAND"
     )
 
 
 def plan_arms(
-    command: ServerCommand, drafts: Sequence[str], ks: Sequence[int], ports: Iterator[int]
+    command: ServerCommand,
+    drafts: Sequence[str],
+    ks: Sequence[int],
+    ports: Iterator[int],
+    *,
+    acceptance_length: float | None = None,
 ) -> list[Arm]:
     """Return the arms to compare, "none" first and the user's own setting second.
 
@@ -64,13 +69,19 @@ def plan_arms(
         drafts: each is PATH, METHOD:PATH, or the name of a method that needs no weights.
         ks: K of every method that has one; empty takes a few that are usual.
         ports: free ports of this machine.
+        acceptance_length: accept the drafts of draft models by chance, so many tokens a step; None
+            accepts them as the engine does.
 
     Raises:
-        InvalidRequest: a draft is a method that needs weights.
+        InvalidRequest: a draft is a method that needs weights, or the engine cannot accept by
+            chance.
     """
     dialect = DIALECTS[command.engine]
     arms: dict[str, Arm] = {}
-    for speculation in dialect.list_speculations(command, drafts, ks):
+    speculations = dialect.list_speculations(command, drafts, ks)
+    if acceptance_length is not None:
+        speculations = dialect.accept_by_chance(speculations, acceptance_length)
+    for speculation in speculations:
         name, port = speculation.label, next(ports)
         if name in arms:  # other options, or weights of the same name in another folder
             name = f"{name} ({len(arms)})"
@@ -110,7 +121,7 @@ def _check_words(words: Sequence[str], environment: Mapping[str, str]) -> None:
         raise InvalidRequest(
             f"{elsewhere} starts the server where tune reaches neither its process nor its port: "
             "give the command that runs there, or start one server per setting by hand and give "
-            "each with --url"
+            "each with --arm NAME=URL"
         )
     for word in words:
         if word == "..." or (word and set(word) <= set("();<>|&")):

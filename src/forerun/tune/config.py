@@ -32,6 +32,8 @@ class TuneConfig:
         ready_s: seconds after which a server that answers nothing is given up.
         hang_s: seconds without an event after which a server counts as hung.
         prompts: file or folder of prompts; None takes the shipped ones.
+        acceptance_length: tokens per step that drafts have by chance; None: as they are accepted.
+            With it texts are wrong, and nothing is recommended.
 
     Raises:
         InvalidRequest: a value is out of range; the message names it.
@@ -45,6 +47,9 @@ class TuneConfig:
     ready_s: float = 600.0
     hang_s: float = 120.0
     prompts: Path | None = None
+    acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)
+        if self.acceptance_length is not None:
+            Range("acceptance_length", 1, 100).check(self.acceptance_length)

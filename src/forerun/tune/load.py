@@ -229,7 +229,7 @@ def compute_figures(
     Raises:
         ValueError: there is no block, or none that both have.
     """
-    pairs = pair_blocks(blocks, blocks if other is None else other)
+    pairs = _match_blocks(blocks, blocks if other is None else other)
     if not pairs:
         raise ValueError("there are no blocks to take figures of")
     found = {}
@@ -244,7 +244,7 @@ def compute_figures(
     return found
 
 
-def pair_blocks(
+def _match_blocks(
     blocks: Sequence[LoadBlock], other: Sequence[LoadBlock]
 ) -> list[tuple[LoadBlock, LoadBlock]]:
     """Return the blocks of one load of two arms that have the same index, in its order."""
@@ -268,7 +268,7 @@ def compare_texts(
     """Return how many texts of two arms were compared, and the share that is equal."""
     equal = [
         one.digest == two.digest
-        for block, paired in pair_blocks(blocks, other)
+        for block, paired in _match_blocks(blocks, other)
         for one, two in zip(block.answers, paired.answers, strict=True)
     ]
     return len(equal), wilson_interval(sum(equal), len(equal)) if equal else None

@@ -36,7 +36,8 @@ _POLL_S = 0.25
 _ANSWER_S = 5.0
 _OTHER_PORTS_S = 5.0
 """Between two looks at the ports that a server listens on instead of its own."""
-_STOP_S = supervisor.GRACE_S + supervisor.KILL_S + 5.0
+GRACE_S = 10.0
+"""From SIGTERM to SIGKILL."""
 _TAIL_BYTES = 1 << 16
 _MAX_LIST_BYTES = 1 << 22
 _LONGEST_LINE = 200
@@ -51,8 +52,8 @@ _CAUSES = (
     (r"address already in use|EADDRINUSE|couldn't bind", "its port is in use"),
     (
         r"unrecogni[sz]ed (argument|option)|unknown (argument|option)|invalid argument:"
-        r"|unexpected argument|no such option",
-        "it does not know an argument",
+        r"|unexpected argument|no such option|error while handling argument",
+        "it refuses an argument",
     ),
     (r"(ModuleNotFound|Import)Error|cannot open shared object", "a package is missing"),
     (
@@ -67,8 +68,13 @@ The first cause that some line names is taken: a lack of memory makes other erro
 """
 _ERROR = re.compile(r"error|exception|fatal|failed|panic|abort", re.IGNORECASE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_STAMP = re.compile(r"^(\([^()]*pid=\d+\) ?)?((ERROR|WARNING|INFO) [-\d]+ [:.\d]+ (\[[^\]]*\] )?)?")
-"""Beginnings of vLLM's lines: process, level, time, place."""
+_STAMP = re.compile(
+    r"^(\([^()]*pid=\d+\) ?)?((ERROR|WARNING|INFO) [-\d]+ [:.\d]+ (\[[^\]]*\] )?)?"
+    r"|^\d+(\.\d+){3} [A-Z] "
+)
+"""Beginnings of lines of vLLM (process, level, time, place) and of llama.cpp (time, level)."""
+_POINTER = "For further information visit"
+"""Pydantic's line below an error."""
 
 
 class ServerFailed(ForerunError):
@@ -104,6 +110,7 @@ class ServerProcess:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._failure: str | None = None
         self._lock = Lock()
+        self._stopping = Lock()
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -121,9 +128,10 @@ class ServerProcess:
         if self._supervisor is not None:
             return
         environment = {**os.environ, **self.arm.environment}
-        program, self._failure = self.arm.command[0], None
-        if shutil.which(program, path=environment.get("PATH")) is None:
-            raise ServerFailed(f"there is no program {printable(program)!r}: give its path")
+        self._failure = None
+        if shutil.which(self.arm.command[0], path=environment.get("PATH")) is None:
+            name = printable(self.arm.command[0])
+            raise ServerFailed(f"there is no program {name!r}: install it, or give its path")
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -132,8 +140,9 @@ class ServerProcess:
                 raise ServerFailed(f"port {self.port} is in use: {error.strerror}") from error
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
+            program = [sys.executable, "-I", "-S", supervisor.__file__]
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervisor.__file__, self.log, *self.arm.command],
+                [*program, self.log, str(GRACE_S), *self.arm.command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -166,13 +175,12 @@ class ServerProcess:
                     return
                 if elapsed_s >= next_ports_s:
                     next_ports_s = elapsed_s + _OTHER_PORTS_S
-                    self._check_ports(door)
+                    self._check_ports()
                 self._wait_for_end(min(_POLL_S, timeout_s - elapsed_s))
         self._check_running()
-        ports = self._list_ports()
-        problem = f"not ready after {timeout_s:g} s"
+        ports, problem = self._list_ports(), f"not ready after {timeout_s:g} s"
         if ports and self.port not in ports:
-            problem = f"{self._explain_ports(ports)} within {timeout_s:g} s"
+            problem = f"{problem}, {self._explain_ports(ports)}"
         raise ServerFailed(f"{problem}; last line: {quote_last_line(self._read_tail())}")
 
     def failure(self) -> str | None:
@@ -200,24 +208,15 @@ class ServerProcess:
     def stop(self) -> None:
         """End all processes of the server: SIGTERM, and SIGKILL to those left 10 s later."""
         self.failure()
-        with self._lock:
-            server, processes, self._supervisor = self._supervisor, self._list_processes(), None
-        if server is None:
-            return
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.close()
-        server.terminate()  # a process forked from this one may hold the pipe open
-        try:
-            server.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        finally:
-            server.stdout.close()
-        for process in processes:  # those that left the process group, where this is not Linux
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        with self._stopping:  # who comes second waits as well
+            with self._lock:
+                server, processes = self._supervisor, self._list_processes()
+                self._supervisor = None
+            if server is not None:
+                _end_supervisor(server)
+            for process in processes:  # those that left the process group, where not on Linux
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
     def memory_bytes(self) -> int:
         """Return the main memory of all processes of the server, in bytes.
@@ -247,43 +246,36 @@ class ServerProcess:
         while time.monotonic() < ends_s and self._supervisor is not None and not self.failure():
             time.sleep(0.02)
 
-    def _fetch_models(self, door: Door, port: int) -> tuple[int, bytes] | None:
-        """Return status and body of the list of models at a port; None without an answer."""
-        url = self.arm.url.replace(f":{self.port}", f":{port}").rstrip("/") + "/models"
+    def _is_ready(self, door: Door) -> bool:
+        """Whether the server lists models; raises ServerFailed where something else answers."""
+        url = self.arm.url.rstrip("/") + "/models"
         deadline = answer_deadline(_ANSWER_S, url)
         try:
             reply = door.send("GET", url, deadline)
-            return reply.status, reply.body(deadline, _MAX_LIST_BYTES)
+            body = reply.body(deadline, _MAX_LIST_BYTES)
         except (ServerUnavailable, UnreadableInput):
-            return None
-
-    def _is_ready(self, door: Door) -> bool:
-        """Whether the server lists models; raises ServerFailed where something else answers."""
-        answer = self._fetch_models(door, self.port)
-        if answer is None:
             return False
         ports = self._list_ports()
         if ports and self.port not in ports:
             raise ServerFailed(f"another program answers on port {self.port}")
-        status, body = answer
-        if status in UNAUTHORIZED:
-            raise ServerFailed(f"it refuses the API key (status {status}){KEY_HINT}")
-        if status != 200:  # llama.cpp answers 503 while it loads
+        if reply.status in UNAUTHORIZED:
+            raise ServerFailed(f"it refuses the API key (status {reply.status}){KEY_HINT}")
+        if reply.status != 200:  # llama.cpp answers 503 while it loads
             return False
         try:
             return bool(parse_json(body, "the list")["data"][0]["id"])
         except (UnreadableInput, LookupError, TypeError):
             start = printable(body[:80].decode(errors="replace"), max_length=80)
-            raise ServerFailed(f"it lists no models: {self.arm.url}/models is {start!r}") from None
+            raise ServerFailed(f"it lists no models: {url} is {start!r}") from None
 
-    def _check_ports(self, door: Door) -> None:
-        """Raise ServerFailed where the server answers on another port than the arm's."""
-        ports = self._list_ports()
-        if self.port not in ports:
-            for port in ports:
-                answer = self._fetch_models(door, port)
-                if answer is not None and answer[0] == 200:
-                    raise ServerFailed(f"{self._explain_ports(ports)}: is --port in its command?")
+    def _check_ports(self) -> None:
+        """Raise ServerFailed where the log says that the server listens on another port.
+
+        The port itself is not tried: it may be one that the server's processes meet at.
+        """
+        ports, log = self._list_ports(), self._read_tail()
+        if any(re.search(rf" on https?://\S*:{port}\b", log) for port in ports - {self.port}):
+            raise ServerFailed(f"{self._explain_ports(ports)}: is --port in its command?")
 
     def _explain_ports(self, ports: set[int]) -> str:
         return (
@@ -319,6 +311,21 @@ class ServerProcess:
                 return file.read(_TAIL_BYTES).decode(errors="replace")
         except OSError:
             return ""
+
+
+def _end_supervisor(server: subprocess.Popen[bytes]) -> None:
+    """Make a supervisor end its server, and wait until it has."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.close()
+    server.terminate()  # a process forked from this one may have the pipe open
+    try:
+        server.wait(GRACE_S + supervisor.KILL_S + 5.0)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+    finally:
+        server.stdout.close()
 
 
 def _measure_memory(process: psutil.Process) -> int:
@@ -360,5 +367,5 @@ def explain_end(status: int, log: str) -> str:
                 return f"{cause}: {line}"
     names = {one.value: one.name for one in signal.Signals}
     ended = f"it was ended by {names[number]}" if number in names else f"exit status {status}"
-    errors = [line for line in lines if _ERROR.search(line)]
+    errors = [line for line in lines if _ERROR.search(line) and _POINTER not in line]
     return f"{ended}: {errors[-1] if errors else quote_last_line(log)}"

@@ -87,7 +87,7 @@ def estimate_speedup(blocks: Sequence[BlockTimes], baseline: Sequence[BlockTimes
         return Interval(estimate=math.exp(differences[0]), low=0.0, high=math.inf)
     freedom = len(differences) - 1
     error = math.sqrt(variance(differences) / len(differences))
-    return _ratio_interval(fmean(differences), student_quantile(0.975, freedom) * error)
+    return _build_interval(fmean(differences), student_quantile(0.975, freedom) * error)
 
 
 def pays(speedup: Interval | None) -> bool:
@@ -99,7 +99,7 @@ def _log_rates(blocks: Sequence[BlockTimes]) -> dict[int, float]:
     return {block.index: math.log(block.num_tokens / block.wall_s) for block in blocks}
 
 
-def _ratio_interval(log_ratio: float, reach: float) -> Interval:
+def _build_interval(log_ratio: float, reach: float) -> Interval:
     low, estimate, high = (math.exp(log_ratio + step) for step in (-reach, 0.0, reach))
     return Interval(estimate=estimate, low=low, high=high)
 
@@ -130,6 +130,7 @@ class Race:
             (arm, load): {} for arm in arms for load in loads
         }
         self._reasons: dict[tuple[str, Load], str] = {}
+        self._slower_than: dict[tuple[str, Load], str] = {}
         self._close: set[Load] = set()
         self._num_compared = dict.fromkeys(loads, LEAST_BLOCKS - 1)
 
@@ -138,9 +139,18 @@ class Race:
         self._blocks[block.arm, block.load][block.index] = block
 
     def give_up(self, arm: str, reason: str, load: Load | None = None) -> None:
-        """Measure an arm no more, at one load or at all; an earlier reason is kept."""
+        """Measure an arm no more, at one load or at all; an earlier reason is kept.
+
+        Arms that were given up because this one was faster are measured again.
+        """
         for each in self.loads if load is None else (load,):
             self._reasons.setdefault((arm, each), reason)
+            revived = [k for k, by in self._slower_than.items() if k[1] == each and by == arm]
+            for key in revived:
+                del self._slower_than[key], self._reasons[key]
+            if revived:
+                self._close.discard(each)
+                self._num_compared[each] = LEAST_BLOCKS - 1
 
     def living(self, load: Load) -> list[str]:
         """Return the arms that are still measured at a load, the baseline among them."""
@@ -148,7 +158,7 @@ class Race:
 
     def count_rounds(self, load: Load) -> int:
         """Return the number of rounds that all arms that are left have finished."""
-        return len(self._shared(load)) // self.blocks_per_round
+        return len(self._find_shared(load)) // self.blocks_per_round
 
     def is_decided(self, load: Load) -> bool:
         """Return whether more rounds at a load would not change what is recommended."""
@@ -157,8 +167,8 @@ class Race:
             return True
         if load in self._close:
             return True
-        rivals = self._rivals(load)
-        if len(self._shared(load)) < LEAST_BLOCKS or len(rivals) > 1:
+        rivals = self._list_rivals(load)
+        if len(self._find_shared(load)) < LEAST_BLOCKS or len(rivals) > 1:
             return False
         return not rivals or self._is_clear(rivals[0], load)
 
@@ -195,8 +205,8 @@ class Race:
         """
         dropped = list[GivenUp]()
         for load in self.loads:
-            number = len(self._shared(load))
-            if number <= self._num_compared[load] or len(self._rivals(load)) < 2:
+            number = len(self._find_shared(load))
+            if number <= self._num_compared[load] or len(self._list_rivals(load)) < 2:
                 continue
             self._num_compared[load] = number
             leader, ratios = self._compare(load)
@@ -205,10 +215,11 @@ class Race:
                 if ratio.is_below(1.0):
                     reason = f"{ratio.show()} of the tokens/s of {leader}, {number} blocks"
                     dropped.append(GivenUp(arm=arm, load=load, reason=reason))
+                    self._slower_than[arm, load] = leader
             if all(ratio.is_below(1.0) or ratio.is_above(CLOSE) for ratio in ratios.values()):
                 self._close.add(load)
         for one in dropped:
-            self.give_up(one.arm, one.reason, one.load)
+            self._reasons[one.arm, one.load] = one.reason
         return dropped + self._save_time(seconds_left, arm_s)
 
     def _save_time(self, seconds_left: float, arm_s: float) -> list[GivenUp]:
@@ -219,12 +230,16 @@ class Race:
             arms = {arm for load in costs for arm in self.living(load)}
             if not costs or sum(costs.values()) + arm_s * len(arms) <= seconds_left:
                 return dropped
-            several = [load for load in costs if self._shared(load) and len(self._rivals(load)) > 1]
+            several = [
+                load
+                for load in costs
+                if self._find_shared(load) and len(self._list_rivals(load)) > 1
+            ]
             if not several:
                 self.is_out_of_time = True
                 return dropped
             load = max(several, key=lambda load: costs[load])
-            order = sorted(self._rivals(load), key=lambda arm: -self._speed(arm, load))
+            order = sorted(self._list_rivals(load), key=lambda arm: -self._compute_speed(arm, load))
             for arm in order[(len(order) + 1) // 2 :]:
                 dropped.append(GivenUp(arm=arm, load=load, reason=NO_TIME))
                 self.give_up(arm, NO_TIME, load)
@@ -254,25 +269,25 @@ class Race:
             return ranked[0]
         return next(standing for standing in ranked if standing.arm == self.baseline)
 
-    def _rivals(self, load: Load) -> list[str]:
+    def _list_rivals(self, load: Load) -> list[str]:
         """Return the arms that are left beside the baseline."""
         return [arm for arm in self.living(load) if arm != self.baseline]
 
     def _is_clear(self, arm: str, load: Load) -> bool:
         """Return whether an arm is shown to be faster than the baseline, or not to pay."""
-        indices = self._shared(load)
+        indices = self._find_shared(load)
         own, base = ([self._blocks[a, load][i] for i in indices] for a in (arm, self.baseline))
         speedup = estimate_speedup(own, base)
         return speedup.is_above(1.0) or speedup.is_below(LEAST_GAIN)
 
-    def _shared(self, load: Load) -> list[int]:
+    def _find_shared(self, load: Load) -> list[int]:
         """Return the indices of the blocks that all arms that are left have."""
         sets = [self._blocks[arm, load].keys() for arm in self.living(load)]
         return sorted(set.intersection(*map(set, sets))) if sets else []
 
-    def _speed(self, arm: str, load: Load) -> float:
+    def _compute_speed(self, arm: str, load: Load) -> float:
         """Return the mean logarithm of tokens/s over the blocks that all have."""
-        rates = _log_rates([self._blocks[arm, load][index] for index in self._shared(load)])
+        rates = _log_rates([self._blocks[arm, load][index] for index in self._find_shared(load)])
         return fmean(rates.values())
 
     def _round_s(self, load: Load) -> float:
@@ -287,7 +302,7 @@ class Race:
         residual variance of all arms that are left after the means of arms and blocks are taken
         out. Few blocks alone would say nothing, and an arm may vary more than others.
         """
-        indices, names = self._shared(load), self.living(load)
+        indices, names = self._find_shared(load), self.living(load)
         rates = {
             arm: _log_rates([self._blocks[arm, load][index] for index in indices]) for arm in names
         }
@@ -308,5 +323,5 @@ class Race:
             if arm != leader:
                 own = variance(rates[arm][index] - rates[leader][index] for index in indices)
                 reach = t * math.sqrt(max(pooled, own) / len(indices))
-                found[arm] = _ratio_interval(means[arm] - means[leader], reach)
+                found[arm] = _build_interval(means[arm] - means[leader], reach)
         return leader, found

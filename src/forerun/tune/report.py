@@ -105,6 +105,7 @@ class TuneReport:
         minutes: that the run took, those before an interruption included.
         is_complete: whether every load was decided, and its recommendation confirmed.
         versions: of forerun, and of the measured server as it names itself.
+        acceptance_length: tokens per step that drafts had by chance; None: as they were accepted.
         provenance: machine, versions and time.
     """
 
@@ -116,6 +117,7 @@ class TuneReport:
     start_s: Mapping[str, float]
     minutes: float
     is_complete: bool
+    acceptance_length: float | None
     provenance: Mapping[str, object]
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -139,6 +141,7 @@ class TuneReport:
             "loads": [result.to_dict() for result in self.loads],
             "minutes": self.minutes,
             "is_complete": self.is_complete,
+            "acceptance_length": self.acceptance_length,
             "versions": dict(self.versions),
             "provenance": dict(self.provenance),
         }

@@ -54,6 +54,7 @@ def describe_settings(arms: Sequence[Arm], config: TuneConfig, source: str) -> d
         "arms": ", ".join(arm.name for arm in arms),
         "loads": "; ".join(load.label for load in config.loads),
         "max_tokens": str(config.max_tokens),
+        "acceptance_length": str(config.acceptance_length),
         "prompts": "" if config.prompts is None else str(config.prompts),
     }
 
@@ -92,7 +93,6 @@ class Tuner:
             notify=notify,
         )
         self.versions = {"forerun": __version__}
-        self._servers: dict[str, MeasuredServer] = {}
         self._deck: PromptDeck | None = None
         self._blocks: dict[tuple[str, Load, bool], list[LoadBlock]] = {}
         self._checks: dict[str, ExactnessCheck] = {}
@@ -117,14 +117,11 @@ class Tuner:
             ServerFailed: the baseline cannot be started or measured.
         """
         with self.state, self.fleet:
-            try:
-                self._restore()
-                self._choose()
+            self._restore()
+            self._choose()
+            if self.config.acceptance_length is None:
                 for load in self.config.loads:
                     self._confirm(load)
-            finally:
-                for server in self._servers.values():
-                    server.close()
         return self.report()
 
     def report(self) -> TuneReport:
@@ -138,6 +135,7 @@ class Tuner:
             start_s=self.fleet.start_s,
             minutes=self.minutes,
             is_complete=len(self._recommended) == len(self.config.loads),
+            acceptance_length=self.config.acceptance_length,
             provenance=collect({}).to_dict(),
             versions=self.versions,
         )
@@ -156,10 +154,11 @@ class Tuner:
 
     def _choose(self) -> None:
         """Play rounds until every load is decided or its share of the time is over."""
+        self.race.finish_round(self._find_seconds_left())  # of what an interrupted run measured
         while planned := self.race.plan_round():
             for name, group in groupby(planned, key=lambda block: block[0]):
                 if self._find_seconds_left() <= 0.0 and name != self.race.baseline:
-                    self._give_up(name, NO_TIME)
+                    self.race.give_up(name, NO_TIME)  # a run that goes on has time again
                 else:
                     self._measure(name, [(load, index) for _, load, index in group])
             if self.fleet.one_at_a_time and self.race.blocks_per_round == 1:
@@ -167,7 +166,7 @@ class Tuner:
             start_s = max(self.fleet.start_s.values(), default=0.0)
             arm_s = start_s if self.fleet.one_at_a_time else 0.0
             for one in self.race.finish_round(self._find_seconds_left(), arm_s):
-                self._give_up(one.arm, one.reason, one.load)
+                self.notify(f"{one.load.label}: {one.arm} given up: {one.reason}")
 
     def _find_seconds_left(self) -> float:
         """Return the seconds that are left to choose."""
@@ -182,16 +181,17 @@ class Tuner:
             ServerFailed: it is the baseline, without which nothing can be compared.
         """
         try:
-            with self.fleet.use(name):
+            with self.fleet.use(name), self._connect(self.arms[name]) as server:
                 for load, index in blocks:
                     what = "confirming" if is_final else "measuring"
                     self.notify(f"{load.label}: {what} {name}, block {index + 1}")
-                    block = self._measure_block(name, load, index, is_final)
+                    block = self._measure_block(server, name, load, index, is_final)
                     self._add(block, is_final)
                     self.state.append(BlockRecord(block=block, is_final=is_final))
+                    self._check_drafts(block)
         except (InvalidRequest, ServerFailed, ServerUnavailable) as error:
             reason = self.fleet.find_failure(name) or str(error)
-            self._forget(name)
+            self.fleet.stop(name)
             if name == self.race.baseline:
                 raise ServerFailed(
                     f"{name}, which the others are compared with: {reason}"
@@ -200,16 +200,27 @@ class Tuner:
             return False
         return True
 
+    def _check_drafts(self, block: LoadBlock) -> None:
+        """Raise ServerFailed where a draft model was to draft and none did.
+
+        llama.cpp serves without speculation if a draft does not fit.
+        """
+        speculation, drafting = self.arms[block.arm].speculation, block.drafting
+        has_draft = speculation is not None and speculation.draft is not None
+        if has_draft and drafting is not None and not drafting.num_drafted:
+            raise ServerFailed("it served without drafting a single token; its log may say why")
+
     def _give_up(self, name: str, reason: str, load: Load | None = None) -> None:
         """Measure an arm no more at a load, or at all."""
         self.race.give_up(name, reason, load)
-        if reason != NO_TIME:  # a run that goes on has time again
-            self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
+        self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
         self.notify(f"{name} given up: {reason}")
 
-    def _measure_block(self, name: str, load: Load, index: int, is_final: bool) -> LoadBlock:
-        server = self._connect(name)
-        prompts = self._find_deck().deal(load, index, count_requests(load), is_final=is_final)
+    def _measure_block(
+        self, server: MeasuredServer, name: str, load: Load, index: int, is_final: bool
+    ) -> LoadBlock:
+        deck = self._find_deck(server)
+        prompts = deck.deal(load, index, count_requests(load), is_final=is_final)
         params = SamplingParams(max_tokens=self.config.max_tokens)
         before = server.read_metrics()
         block = measure_load(server, prompts, params, arm=name, load=load, index=index)
@@ -221,31 +232,20 @@ class Tuner:
         if not is_final:
             self.race.add(block.times)
 
-    def _connect(self, name: str) -> MeasuredServer:
-        if name not in self._servers:
-            most = max(load.clients for load in self.config.loads)
-            arm = self.arms[name]
-            config = ClientConfig(
+    def _connect(self, arm: Arm) -> MeasuredServer:
+        """Return a client with new connections: a paused server has closed its old ones."""
+        return MeasuredServer(
+            ClientConfig(
                 url=arm.url,
-                max_connections=most,
+                max_connections=max(load.clients for load in self.config.loads),
                 num_tries=1,
                 timeout_s=self.config.hang_s,
             )
-            self._servers[name] = MeasuredServer(config)
-            if name == self.race.baseline and (version := self._servers[name].read_version()):
-                self.versions["server"] = version
-        return self._servers[name]
+        )
 
-    def _forget(self, name: str) -> None:
-        """Stop the server of an arm and close the connections to it."""
-        self.fleet.stop(name)
-        if (server := self._servers.pop(name, None)) is not None:
-            server.close()
-
-    def _find_deck(self) -> PromptDeck:
-        """Return the prompts, as conversations if the first server that answers takes them."""
+    def _find_deck(self, server: MeasuredServer) -> PromptDeck:
+        """Return the prompts, as conversations if the first server that is measured takes them."""
         if self._deck is None:
-            server = next(iter(self._servers.values()))
             entries = list_prompts(self.config.prompts, is_chat=server.can_chat())
             has_urls = any(not arm.command for arm in self.arms.values())
             self._deck = PromptDeck(entries, secrets.randbits(32), marks_all=has_urls)
@@ -258,14 +258,11 @@ class Tuner:
 
     def _warm_up(self, arm: Arm) -> None:
         """Send short requests from all clients to a server that has just started."""
-        if (old := self._servers.pop(arm.name, None)) is not None:
-            old.close()
-        server = self._connect(arm.name)
-        most = max(load.clients for load in self.config.loads)
+        load = Load(clients=max(load.clients for load in self.config.loads))
         params = SamplingParams(max_tokens=WARM_UP_TOKENS)
-        load = Load(clients=most)
-        prompts = self._find_deck().deal_warm_up(most)
-        measure_load(server, prompts, params, arm=arm.name, load=load, index=-1)
+        with self._connect(arm) as server:
+            prompts = self._find_deck(server).deal_warm_up(load.clients)
+            measure_load(server, prompts, params, arm=arm.name, load=load, index=-1)
 
     # ------------------------------------------------------------------------------ confirming
 
@@ -275,6 +272,7 @@ class Tuner:
             if (reason := self._find_objection(best, load)) is None:
                 break
             self._give_up(best, reason, load)
+            self._choose()  # between those that were given up because this one was faster
         self._recommended[load] = self.race.recommend(load).arm
 
     def _find_objection(self, name: str, load: Load) -> str | None:

@@ -1,10 +1,10 @@
 """Runs a server, bounds the log of its output, and ends all of its processes.
 
-`forerun.tune.process` starts this file as a program: `python -I -S supervisor.py LOG COMMAND...`,
-so it imports the standard library alone. Its standard input is a pipe whose other end only forerun
-has: when forerun ends, in whatever way, the pipe ends, and the server is terminated. Standard
-output receives one line when the command ends by itself: its exit status (negative: the signal), or
-why it could not be started.
+`forerun.tune.process` starts this file as a program, `python -I -S supervisor.py LOG GRACE_S
+COMMAND...`, so it imports the standard library alone. Its standard input is a pipe whose other end
+only forerun has: when forerun ends, in whatever way, the pipe ends, and the server is terminated.
+Standard output receives one line when the command ends by itself: its exit status (negative: the
+signal), or why it could not be started.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import subprocess
 import sys
 import time
 
-GRACE_S = 10.0
-"""From SIGTERM to SIGKILL."""
 KILL_S = 10.0
 """From the first SIGKILL until processes that the kernel does not end are given up."""
 HEAD_BYTES = TAIL_BYTES = 1 << 20
@@ -77,15 +75,19 @@ def list_descendants() -> list[int]:
 class Supervisor:
     """Starts a command and ends with it, or ends it when the parent process is gone.
 
+    Args:
+        grace_s: seconds from SIGTERM to SIGKILL.
+
     Attributes:
         status: of the command, once it has ended; negative for a signal.
         is_stopping: whether a signal, or the end of the parent process, asks for the end.
     """
 
-    def __init__(self, command: list[str], log: BoundedLog) -> None:
+    def __init__(self, command: list[str], log: BoundedLog, grace_s: float) -> None:
         self.status: int | None = None
         self.is_stopping = False
         self._log = log
+        self._grace_s = grace_s
         self._parent = os.getppid()
         self._has_children = True
         self._wakeup, wakeup_end = os.pipe()
@@ -157,7 +159,7 @@ class Supervisor:
         """Terminate all processes, and kill those that are left after a while."""
         self._send_signal(signal.SIGTERM)
         self._send_signal(signal.SIGCONT)  # paused ones as well
-        ends_s = time.monotonic() + GRACE_S
+        ends_s = time.monotonic() + self._grace_s
         while self._has_children and time.monotonic() < ends_s:
             self._wait(0.1)
         ends_s = time.monotonic() + KILL_S
@@ -182,10 +184,10 @@ def report(line: object) -> None:
         os.write(1, f"{line}\n".encode())
 
 
-def supervise_command(log: str, *command: str) -> None:
+def supervise_command(log: str, grace_s: str, *command: str) -> None:
     """Run a command until it ends, or until it is to end."""
     try:
-        supervisor = Supervisor([*command], BoundedLog(log))
+        supervisor = Supervisor([*command], BoundedLog(log), float(grace_s))
     except OSError as error:
         report(f"it cannot be started: {error.strerror}: {error.filename}")
     else:

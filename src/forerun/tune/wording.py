@@ -66,6 +66,12 @@ def list_given_up(result: LoadResult) -> list[str]:
 
 def list_advice(report: TuneReport) -> Iterator[Advice]:
     """Yield what to run: for all loads where one setting is best everywhere, then for each."""
+    if report.acceptance_length is not None:
+        for result in report.loads:
+            for need in _describe_needs(report, result):
+                yield Advice(sentence=f"{result.load.label}: {need}")
+        yield Advice(sentence="Drafts were accepted by chance, so nothing is recommended.")
+        return
     chosen = {result.recommended for result in report.loads}
     [common] = chosen if len(chosen) == 1 else [None]
     is_same = common is not None and len(report.loads) > 1
@@ -80,8 +86,9 @@ def list_advice(report: TuneReport) -> Iterator[Advice]:
             yield Advice(sentence=sentence)
         else:
             yield _advise(report, sentence, result.recommended)
-        if result.recommended == report.baseline and (need := _describe_need(report, result)):
-            yield Advice(sentence=f"{result.load.label}: {need}")
+        if result.recommended == report.baseline:
+            for need in _describe_needs(report, result)[:1]:
+                yield Advice(sentence=f"{result.load.label}: {need}")
     if _is_k_of_vllm_alone(report):
         yield Advice(
             sentence="The best settings differ in K alone. One vLLM server can choose K by the "
@@ -129,25 +136,23 @@ def describe_check(result: LoadResult) -> str:
     return f"its text deviates: {check.sentence.rstrip('.')}"
 
 
-def _describe_need(report: TuneReport, result: LoadResult) -> str | None:
-    """Return the acceptance length that would pay, by the cost of the best draft with weights."""
+def _describe_needs(report: TuneReport, result: LoadResult) -> list[str]:
+    """Return the acceptance length that would pay, by the cost of every draft with weights.
+
+    Drafts without a fixed K are left out, which may draft in some steps alone.
+    """
     settings = {arm.name: arm.speculation or Speculation() for arm in report.arms}
-    measured = [
-        arm
-        for arm in result.arms
-        if settings[arm.arm].draft is not None
-        and settings[arm.arm].k is not None  # others may draft in some steps alone
-        and arm.num_blocks >= LEAST_BLOCKS
-    ]
-    best = max(measured, key=lambda arm: arm.speedup.estimate if arm.speedup else 0.0, default=None)
-    if best is None or best.drafting is None or best.cycle_cost is None:
-        return None
-    cost = best.cycle_cost
-    return (
-        f"{best.arm} makes {best.drafting.acceptance_length:.2f} tokens per step; a draft that "
-        f"costs as much needs {cost:.2f} to be as fast as {report.baseline}, and "
-        f"{GAIN * cost:.2f} to be {GAIN:g} times as fast."
-    )
+    sentences = []
+    for arm in result.arms:
+        setting, cost = settings[arm.arm], arm.cycle_cost
+        is_fixed = setting.draft is not None and setting.k is not None
+        if is_fixed and arm.num_blocks >= LEAST_BLOCKS and arm.drafting is not None and cost:
+            sentences.append(
+                f"{arm.arm} makes {arm.drafting.acceptance_length:.2f} tokens per step; a draft "
+                f"that costs as much needs {cost:.2f} to be as fast as {report.baseline}, and "
+                f"{GAIN * cost:.2f} to be {GAIN:g} times as fast."
+            )
+    return sentences
 
 
 def _is_k_of_vllm_alone(report: TuneReport) -> bool:

@@ -55,6 +55,8 @@ class EngineDialect(ABC):
         methods: the engine's words for a method, by words that users may write in `drafts`.
         weightless: methods that need no draft's weights.
         usual: methods that are tried though nobody names them.
+        synthetic: options that make the server accept drafts by chance, with "{}" for the mean
+            acceptance length; empty where the engine cannot.
     """
 
     name: str
@@ -69,6 +71,7 @@ class EngineDialect(ABC):
     methods: Mapping[str, str]
     weightless: frozenset[str]
     usual: tuple[Speculation, ...] = ()
+    synthetic: tuple[tuple[str, str], ...] = ()
 
     @abstractmethod
     def read_flags(self, flags: Sequence[Flag]) -> Speculation:
@@ -176,6 +179,34 @@ class EngineDialect(ABC):
         """Return the speculation with K drafted tokens in every step."""
         return replace(speculation, k=k)
 
+    def accept_by_chance(
+        self, speculations: Sequence[Speculation], acceptance_length: float
+    ) -> list[Speculation]:
+        """Return the draft models among speculations, whose drafts are accepted by chance.
+
+        Their texts are wrong; what a step costs is right.
+
+        Args:
+            acceptance_length: tokens per step; a K that does not allow so many is left out.
+
+        Raises:
+            InvalidRequest: the engine cannot, or there is no draft model with a K.
+        """
+        if not self.synthetic:
+            raise InvalidRequest(f"{self.name} has no flag for synthetic acceptance")
+        added = tuple((name, text.format(acceptance_length)) for name, text in self.synthetic)
+        every = [
+            replace(one, options=(*one.options, *added))
+            for one in speculations
+            if one.draft is not None and (one.k or 0) + 1 >= acceptance_length
+        ]
+        if not every:
+            raise InvalidRequest(
+                f"an acceptance length of {acceptance_length:g} needs a draft model, named with "
+                "--draft, and a K of at least one less"
+            )
+        return [Speculation(), *every]
+
     def parse_draft(self, text: str) -> Speculation:
         """Read PATH, METHOD:PATH or METHOD (InvalidRequest)."""
         head, _, tail = text.partition(":")
@@ -189,7 +220,7 @@ class EngineDialect(ABC):
             return next((u for u in self.usual if u.method == method), Speculation(method=method))
         if head.lower() in self.methods and tail:
             return Speculation(method=self.methods[head.lower()], draft=tail)
-        kind = self.methods.get(guess_kind(text), self.methods[SOME_DRAFT])
+        kind = self.methods.get(find_kind(text), self.methods[SOME_DRAFT])
         return Speculation(method=kind, draft=text)
 
     def _find_program(self, words: Sequence[str]) -> int | None:
@@ -224,7 +255,7 @@ def write_options(options: Sequence[tuple[str, str]]) -> list[str]:
     return [word for name, value in options for word in ((name, value) if value else (name,))]
 
 
-def guess_kind(draft: str) -> str:
+def find_kind(draft: str) -> str:
     """Return "eagle3", "eagle", "dflash" or "draft" by the name and config.json of a draft."""
     config = Path(draft) / "config.json"
     text = Path(draft).name + (read_text(config) if config.is_file() else "")

@@ -1,7 +1,7 @@
 """Command lines of llama.cpp's server.
 
-The flags are those that `llama-server --help` prints; --draft-max and its like are of builds before
-May 2026, and a command that has them is written with them.
+The flags are those that `llama-server --help` prints (b11669). Older builds have others in
+place of some, such as --draft-max: a command that has them is written with them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,24 @@ class LlamaCppDialect(EngineDialect):
         **{"ngram": "ngram-simple", SOME_DRAFT: "draft-simple"},
     }
     weightless = frozenset({*K_FLAGS, "ngram-cache", "draft-mtp"})
-    usual = tuple(Speculation(method=f"ngram-{kind}") for kind in ("simple", "map-k", "mod"))
+    # by default it looks for the last 12 tokens, which seldom occur twice
+    usual = (
+        Speculation(method="ngram-simple", options=(("--spec-ngram-simple-size-n", "4"),)),
+        *(Speculation(method=f"ngram-{kind}") for kind in ("map-k", "mod")),
+    )
+    synthetic = (("--spec-synth-len", "{}"),)
+
+    def read(self, words: Sequence[str]) -> ServerCommand | None:
+        """Name the type of a draft model, without which the server loads it and does not draft.
+
+        See https://github.com/ggml-org/llama.cpp/issues/25345.
+        """
+        command = super().read(words)
+        if command is None or command.speculation.draft is None:
+            return command
+        if {TYPE, "--spec-default", *OLD_K_FLAGS} & {flag.name for flag in self._split(words)}:
+            return command
+        return replace(command, typed=(TYPE, command.speculation.method, *command.typed))
 
     def read_flags(self, flags: Sequence[Flag]) -> Speculation:
         values = {flag.name: flag.value for flag in flags}
@@ -90,7 +107,7 @@ class LlamaCppDialect(EngineDialect):
             return (1, 3)
         if "draft" in method:
             return (2, 4, 8)
-        return (None, 8) if method == "ngram-simple" else (None,)
+        return (8,) if method == "ngram-simple" else (None,)
 
     def set_k(self, speculation: Speculation, k: int) -> Speculation:
         """Drop a least length of drafts above K."""

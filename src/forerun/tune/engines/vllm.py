@@ -25,7 +25,7 @@ OLD_KEYS = {
     "--ngram-prompt-lookup-min": "prompt_lookup_min",
     "--speculative-draft-tensor-parallel-size": "draft_tensor_parallel_size",
 }
-"""Keys of --speculative-config that were flags until 2025."""
+"""Keys of --speculative-config that were flags up to version 0.8."""
 KEYS = OLD_KEYS | {
     "--spec-method": "method",
     "--spec-model": "model",
@@ -59,6 +59,10 @@ class VllmDialect(EngineDialect):
         ),
         Speculation(method="suffix"),
     )
+    synthetic = (
+        ("rejection_sample_method", '"synthetic"'),
+        ("synthetic_acceptance_length", "{}"),
+    )
 
     def read(self, words: Sequence[str]) -> ServerCommand | None:
         command = super().read(words)
@@ -81,7 +85,7 @@ class VllmDialect(EngineDialect):
         k, model, method = (config.pop(key, None) for key in (K, "model", "method"))
         if k is not None and (type(k) is not int or k < 1):
             raise InvalidRequest(f"{K} is {k!r:.80}; it must be a whole number above 0")
-        if method is None and model in LOOKUP_NAMES:
+        if method is None and str(model) in LOOKUP_NAMES:
             method, model = "ngram", None
         elif method is None:
             method = NONE if model is k is None else SOME_DRAFT
