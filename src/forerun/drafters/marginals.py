@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
 from forerun.drafters.tree_growth import Candidates, Path, build_tree
-from forerun.sampling.kernels import on_host
+from forerun.sampling.kernels import largest, on_host
 from forerun.sampling.proposal import Proposal
 
 logger = logging.getLogger("forerun.drafting")
@@ -65,14 +65,15 @@ class MarginalDrafter(Drafter):
             return proposals
         shapes = [choose_shape(plans[at], self.num_positions) for at in able]
         depth, width = max(s.depth for s in shapes), max(s.width for s in shapes)
-        logits = self.predict([requests[at] for at in able], depth)
-        log_probs = logits.float().log_softmax(-1)
-        top = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)
-        tokens_found = top.indices if self.target_ids is None else self.target_ids[top.indices]
-        lists = on_host(tokens_found, top.values)
+        logits = self.predict([requests[at] for at in able], depth).float()
+        if width == 1:  # which is more likely than which does not matter
+            scores, tokens = (part.view(depth, -1, 1) for part in largest(logits.flatten(0, 1)))
+        else:
+            scores, tokens = logits.log_softmax(-1).topk(min(width, logits.shape[-1]), dim=-1)
+        lists = on_host(tokens if self.target_ids is None else self.target_ids[tokens], scores)
         for place, (at, shape) in enumerate(zip(able, shapes, strict=True)):
-            tokens, values = ([level[place] for level in column] for column in lists)
-            proposals[at] = build_proposal([*zip(tokens, values, strict=True)], shape)
+            ids, values = ([level[place] for level in column] for column in lists)
+            proposals[at] = build_proposal([*zip(ids, values, strict=True)], shape)
         return proposals
 
     def warn_of_missing(self, outcome: StepOutcome) -> None:
