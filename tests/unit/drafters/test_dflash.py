@@ -25,6 +25,7 @@ from forerun.testing.conformance import check_drafter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=1.0, seed=7)
+WALKED = replace(SEEDED, verification="walk")
 SHARED = [5, 9, 2, 7, 11, 4] * 3
 PROMPTS = [[*SHARED, 1, 2], [3, 1, 4], [*SHARED, 8], [6]]
 SLIDING = {"windows": (None, 4), "causal": (False, True)}
@@ -78,6 +79,12 @@ class Watched(Drafter):
             features = features_of(self.other, list(request.ids[:-1]), layers)
             logits = heads.slow_block(network, self.other, list(request.ids), features)
             tree, tokens = proposal.tree, proposal.tokens.tolist()
+            self.num_checked += len(tokens)
+            if (rows := proposal.draft_probs) is not None:
+                probs = logits[: len(tokens)].softmax(-1)
+                torch.testing.assert_close(rows, probs, atol=1e-5, rtol=0)
+                assert rows[range(len(tokens)), tokens].min() > 0
+                continue
             chain = logits.argmax(-1).tolist()[: max(tree.depths) + 1]
             for node in (-1, *range(len(tokens))):
                 children = [tokens[child] for child in tree.children(node)]
@@ -86,7 +93,6 @@ class Watched(Drafter):
                     least = row.topk(len(children)).values[-1]
                     assert row[children].min() >= least - 1e-4
             assert tokens[: len(chain)] == chain
-            self.num_checked += len(tokens)
         return proposals
 
     def observe(self, outcomes):
@@ -101,7 +107,7 @@ class Watched(Drafter):
 def test_proposals_equal_blocks_without_caches(base, target, changes, shape):
     drafter = DFlashDrafter(heads.dflash_network(target, **changes), target)
     watched = Watched(drafter, tiny.adapted(base))
-    for params in (GREEDY, SEEDED):
+    for params in (GREEDY, SEEDED, WALKED):
         plain = tiny.engine_over(target).generate(PROMPTS, params)
         engine = tiny.engine_over(
             target,
