@@ -188,7 +188,7 @@ class PassStruct(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("num_spans", "num_rows", "num_wanted", "num_layers")),
-        *((name, c_int32) for name in ("num_features", "unused")),
+        *((name, c_int32) for name in ("num_features", "is_context")),
         *((name, c_void_p) for name in ("spans", "parents", "tokens", "wanted")),
         *((name, c_void_p) for name in ("feature_layers", "features", "states", "fed_back")),
     )
