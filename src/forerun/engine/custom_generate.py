@@ -131,7 +131,7 @@ class SpeculativeGenerate:
         params = _read_params(generation_config, stopping_criteria, length)
         # From the generator that transformers.set_seed sets.
         seeds = torch.empty(num_rows, dtype=torch.int64).random_(generator=torch.default_generator)
-        engine = self._open_engine(model, num_rows, generation_config.max_length)
+        engine = self._open_engine(model, num_rows, stopping_criteria.max_length)
         texts = input_ids.tolist()
         try:
             ids = [
@@ -282,7 +282,7 @@ def _read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[li
     return [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
 
 
-def _read_params(config: Any, criteria: Iterable[Any], num_tokens: int) -> SamplingParams:
+def _read_params(config: Any, criteria: Any, num_tokens: int) -> SamplingParams:
     """Return the sampling parameters of a generation config, for inputs of this width."""
     ends = [each.eos_token_id.tolist() for each in criteria if type(each) is EosTokenCriteria]
     stated = {name: getattr(config, name) for name in ("repetition_penalty", *WARPERS)}
@@ -293,7 +293,7 @@ def _read_params(config: Any, criteria: Iterable[Any], num_tokens: int) -> Sampl
         # Ids below 0 never come.
         stop_token_ids=tuple({token for tokens in ends for token in tokens if token >= 0}),
         min_tokens=max(0, (config.min_length or 0) - num_tokens) if ends else 0,
-        max_tokens=config.max_length - num_tokens,
+        max_tokens=criteria.max_length - num_tokens,
     )
 
 

@@ -8,6 +8,7 @@ from tests import tiny
 from transformers import (
     DynamicCache,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MaxTimeCriteria,
     NoRepeatNGramLogitsProcessor,
     StoppingCriteriaList,
@@ -105,6 +106,9 @@ def test_a_stopping_criterion_is_checked_at_every_token():
     for inputs in (padded(1), padded()):
         plain, ours = both(model, inputs, speculate(), stopping_criteria=criteria)
         torch.testing.assert_close(ours, plain)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=12)])
+    plain, ours = both(model, padded(), speculate(), stopping_criteria=criteria)
+    torch.testing.assert_close(ours, plain)
     ends = StoppingCriteriaList([MaxTimeCriteria(max_time=-1.0)])
     assert both(model, padded(), speculate(), stopping_criteria=ends)[1].shape[1] == 9
 
