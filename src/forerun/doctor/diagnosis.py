@@ -785,7 +785,7 @@ CONCLUSIVE = {
     "acceptance_zero": "Almost nothing that is drafted is accepted, so that no K pays ({}).",
     "acceptance_below_expected": "Less is accepted than the verifier's probabilities give ({}).",
     "acceptance_fell_in_run": "Acceptance fell during the run.",
-    "requests_accept_nothing": "Some requests accept nothing ({}).",
+    "requests_accept_nothing": "Some requests accept next to nothing ({}).",
     "later_positions_rejected": "After the first position hardly anything is accepted ({}).",
     "slower_than_plain": "Decoding is slower than without speculation ({}).",
 }

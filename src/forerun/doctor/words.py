@@ -89,11 +89,11 @@ def _open_words(diagnosis: Diagnosis, has_sections: bool) -> str:
     if unread:
         parts = "; ".join(f'"{printable(part[:MAX_PART])}"' for part in unread[:MAX_PARTS])
         why = f"not understood: {parts}."
+    elif doubts := diagnosis.evidence.doubts:
+        why = f"it is unusual that {doubts[0]}."
     elif diagnosis.causes and diagnosis.causes[0].scored.cause.label != "healthy":
         first = diagnosis.causes[0].scored
         why = f"{first.cause.label} is likeliest, with a score of {first.score:.2f}, and not shown."
-    elif doubts := diagnosis.evidence.doubts:
-        why = f"it is unusual that {doubts[0]}."
     else:
         why = "too little is known for a verdict."
     test = diagnosis.next_test

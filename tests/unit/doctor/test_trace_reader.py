@@ -370,6 +370,9 @@ PLANTED = {
     "later_positions_rejected": keep(1, sound_run(), lambda step: True),
     "requests_accept_nothing": keep(0, sound_run(), lambda step: number_of(step) % 2 == 1),
     "requests_accept_nothing of ten": keep(0, sound_run(), lambda step: number_of(step) == 5),
+    "requests_accept_nothing but few drafts": keep(
+        0, sound_run(), lambda step: number_of(step) == 5 and step.step % 30 > 0
+    ),
     "acceptance_fell_in_run": keep(0, sound_run(), lambda step: step.t_s > 7.2),
 }
 
@@ -457,9 +460,10 @@ def run_of(accepts: Callable[[int, int], bool], **changes: object) -> list[Recor
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        (run_of(lambda i, request: i >= 240), "none of 228 drafts of 30 requests"),
-        (run_of(lambda i, request: not 600 < i < 660), "none of 38 drafts of 30 requests"),
-        (run_of(lambda i, request: request % 2 == 0 or i < 30), "requests accept 5% of their"),
+        (run_of(lambda i, request: i >= 240), "none of 210 drafts of 30 requests"),
+        (run_of(lambda i, request: not 600 < i < 660), "none of 60 drafts of 30 requests"),
+        (run_of(lambda i, request: i < 1176), "none of 25 drafts of 25 requests"),
+        (run_of(lambda i, request: i // 30 % 10 != 5), "one in 10 steps of a request, at"),
         (run_of(lambda i, request: True, other_s=0.4), "96% of a step is neither drafting nor"),
         (
             run_of(lambda i, request: True, draft_s=0.0, verify_s=0.0, other_s=0.0),
