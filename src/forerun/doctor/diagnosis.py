@@ -786,7 +786,7 @@ CONCLUSIVE = {
     "acceptance_below_expected": "Less is accepted than the verifier's probabilities give ({}).",
     "acceptance_fell_in_run": "Acceptance fell during the run.",
     "requests_accept_nothing": "Some requests accept next to nothing ({}).",
-    "later_positions_rejected": "After the first position hardly anything is accepted ({}).",
+    "later_positions_rejected": "From some position on hardly anything is accepted ({}).",
     "slower_than_plain": "Decoding is slower than without speculation ({}).",
 }
 """Observations that are a problem whatever their cause, in a sentence with the figures."""

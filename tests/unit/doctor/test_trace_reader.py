@@ -409,6 +409,15 @@ def test_drafting_that_takes_nearly_all_of_a_step_cannot_pay(tmp_path: Path):
     assert found.causes[0].scored.cause.label == "draft_too_slow"
 
 
+def test_a_drafter_of_fixed_depth_drafts_too_much_and_has_no_wrong_positions(tmp_path: Path):
+    """Two positions are accepted as usual, and none of the next: wrong rows would harm all."""
+    found = diagnose(
+        read(tmp_path / "t.jsonl", unexpected(keep(2, sound_run(), lambda step: True)))
+    )
+    assert found.verdict == "problem"
+    assert found.causes[0].scored.cause.label == "k_too_large"
+
+
 def test_a_trace_that_contradicts_itself_is_not_healthy(tmp_path: Path):
     records = [
         replace(r, num_emitted=1) if isinstance(r, StepRecord) and r.cycle_id % 10 == 0 else r
