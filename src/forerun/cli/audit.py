@@ -19,6 +19,7 @@ from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole, progress_bar
 from forerun.client.urls import is_url, shown_source, shown_url
 from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.terminal_text import write_count
 
 if TYPE_CHECKING:
     from forerun.doctor.audit.config import AuditConfig, Kind
@@ -225,7 +226,8 @@ def encode_prompts(
         found.append(ids[:most])
     if num_cut:
         print(
-            f"{num_cut} prompts are cut to {most} tokens: the server's context holds {max_context}",
+            f"{write_count(num_cut, 'prompt')} cut to {most} tokens: the server's context holds "
+            f"{max_context}",
             file=sys.stderr,
         )
     return found

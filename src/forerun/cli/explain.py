@@ -14,6 +14,7 @@ from tyro.conf import Positional, arg
 from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.errors import InvalidRequest
+from forerun.terminal_text import write_count
 
 if TYPE_CHECKING:
     from forerun.doctor.evidence import Evidence
@@ -153,7 +154,7 @@ def _print_summary(totals: TraceTotals, name: str) -> None:
             table.add_row(str(tag), f"{num_steps:.0f}", f"{rate:.2f}")
         console.print("", table)
     if totals.num_damaged:
-        console.print(f"\n[bold red]not read[/] ({totals.num_damaged} places)")
+        console.print(f"\n[bold red]not read[/] ({write_count(totals.num_damaged, 'place')})")
         for place in totals.damage:
             console.print(f"  {place}", markup=False, soft_wrap=True)
 
@@ -163,8 +164,8 @@ def _figures(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
 
     known, counts, costs = evidence.number, totals.acceptance, fit_costs(totals)
     yield (
-        f"{len(totals.requests)} finished requests, {totals.num_steps} steps, "
-        f"{totals.num_tokens} tokens"
+        f"{write_count(len(totals.requests), 'finished request')}, "
+        f"{write_count(totals.num_steps, 'step')}, {write_count(totals.num_tokens, 'token')}"
     )
     if (ttft_s := known("ttft_s")) is not None:
         yield f"first token after {1000 * ttft_s:.1f} ms (median)"
@@ -176,7 +177,7 @@ def _figures(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
         if kappa:
             where = f" with {costs.batch} requests at once" if costs and costs.batch > 1 else ""
             cost = f"{kappa:.3f}{where}, so {tau / kappa:.2f}x in these steps"
-        yield f"tau {tau:.3f} over {counts.num_steps} drafting steps, kappa {cost}"
+        yield f"tau {tau:.3f} over {write_count(counts.num_steps, 'drafting step')}, kappa {cost}"
         if (speedup := known("speedup")) is not None:
             yield f"decoding {speedup:.2f}x plain, steps without a draft included"
         wasted = 1.0 - counts.num_accepted / counts.num_drafted
@@ -197,7 +198,7 @@ def _figures(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
             ("other", times.other_s),
         )
     )
-    yield f"{times.total_s:.3f} s in {times.num_cycles} cycles: {', '.join(shares)}"
+    yield f"{times.total_s:.3f} s in {write_count(times.num_cycles, 'cycle')}: {', '.join(shares)}"
 
 
 COMMAND = Command(

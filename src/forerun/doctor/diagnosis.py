@@ -37,6 +37,7 @@ from forerun.doctor.evidence import (
     load_table,
     merge,
 )
+from forerun.terminal_text import write_count
 from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
 
@@ -773,7 +774,7 @@ def list_basis(evidence: Evidence) -> list[str]:
     if is_switched_off(evidence):
         found.append("steps that the controller planned without a draft")
     if evidence.checks:
-        checks = f"{len(evidence.checks)} check{'s' * (len(evidence.checks) > 1)}"
+        checks = write_count(len(evidence.checks), "check")
         found.append(f"{checks} at a common error level of {ERROR_LEVEL:.1%}")
     return found
 

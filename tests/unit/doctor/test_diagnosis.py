@@ -64,6 +64,14 @@ def test_words_name_roles_interplay_and_changes():
         assert phrase in text
 
 
+def test_a_single_token_is_no_tokens():
+    facts = {"k": 1, "draft_acceptance_rate": 0.8, "draft_cost": 0.1, "verify_cost": 1.1}
+    found = found_from(**facts, cycle_cost=1.3, num_drafts=1000)
+    text = " ".join(line for section in sections(found) for line in section.lines)
+    assert "drafting 1 token " in f"{text} " and "proposes 1 token," in text
+    assert re.search(r"\b1 (drafted )?(tokens|lines|drafts|checks)", text) is None
+
+
 def test_inconclusive_says_so_and_asks():
     found = found_from(batch=1, temperature=0.7)
     assert found.verdict == "inconclusive" and found.next_test is not None

@@ -481,7 +481,7 @@ def run_of(accepts: Callable[[int, int], bool], **changes: object) -> list[Recor
         (run_of(lambda i, request: True, expected_accepted=0.0), "expected_accepted is 0 in all"),
         (
             [*run_of(lambda i, request: True), *(undrafted(i, num_emitted=0) for i in range(50))],
-            "49 steps without a draft emit nothing",
+            "49 steps without a draft emitted nothing",
         ),
     ],
 )

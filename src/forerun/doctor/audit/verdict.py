@@ -23,7 +23,7 @@ from forerun.doctor.audit.ledger import (
 from forerun.doctor.audit.readings import DIRECTIONS
 from forerun.doctor.audit.run import Audit
 from forerun.doctor.audit.signatures import name_family
-from forerun.terminal_text import printable
+from forerun.terminal_text import printable, write_count
 
 Status = Literal["no_deviation", "deviates", "cannot_judge"]
 
@@ -124,14 +124,17 @@ def _notes(audit: Audit) -> tuple[str, ...]:
     found += [
         f"requests of the kind {k!r} are left out: {why}" for k, why in progress.dropped.items()
     ]
-    found += [f"{num} answers failed: {why}" for why, num in progress.problems.most_common(3)]
+    most_common = progress.problems.most_common(3)
+    found += [f"{write_count(num, 'answer')} failed: {why}" for why, num in most_common]
     if progress.num_without_ids:
         found.append(
-            f"{progress.num_without_ids} answers without token ids: their tokens are not judged"
+            f"{write_count(progress.num_without_ids, 'answer')} without token ids, whose tokens "
+            "are not judged"
         )
     reported = getattr(audit.ledger.reference, "problems", ())
     if reported:
-        found.append(f"{len(reported)} answers report impossible probabilities: {reported[0]}")
+        num = write_count(len(reported), "answer")
+        found.append(f"impossible probabilities in {num}: {reported[0]}")
     if audit.ledger.reference is None:
         found.append("there is no reference: only the form of texts is checked")
     return tuple(found)

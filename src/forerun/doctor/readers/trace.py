@@ -39,6 +39,7 @@ from forerun.doctor.readers.trace_totals import (
     ends,
     read_totals,
 )
+from forerun.terminal_text import write_count
 from forerun.theory.acceptance import AcceptanceCounts, ngrams
 from forerun.theory.figures import (
     DURATIONS,
@@ -712,12 +713,12 @@ def evidence_of(totals: TraceTotals, name: str) -> Evidence:
         evidence.changes.append(f"acceptance fell at {words}")
     if totals.num_empty:
         evidence.conflicts.append(
-            f"{totals.num_empty} steps without a draft emit nothing, where the target's pass gives "
-            "one token"
+            f"{write_count(totals.num_empty, 'step')} without a draft emitted nothing, where the "
+            "target's pass gives one token"
         )
     if totals.num_contradictory:
         evidence.conflicts.append(
-            f"{totals.num_contradictory} of {totals.acceptance.num_steps} drafting steps emit "
+            f"{totals.num_contradictory} of {totals.acceptance.num_steps} drafting steps emitted "
             "something else than what they accept and one more token"
         )
     if not (evidence.flag("acceptance_fell_in_run") or evidence.flag("requests_accept_nothing")):
