@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forerun.doctor.evidence import Evidence
     from forerun.doctor.explain import Decode, QuizQuestion
     from forerun.doctor.readers.trace_totals import TraceTotals
+    from forerun.theory.record import TraceHeader
 
 _MOST_STEPS = 3
 """Steps shown in detail where none is named."""
@@ -48,10 +49,10 @@ def run(options: ExplainOptions) -> int:
     if (options.request is not None or options.step is not None) and not options.quiz:
         return _explain(options)
 
-    from forerun.doctor.explain import measure_steps
+    from forerun.doctor.readers.trace_totals import sum_trace
     from forerun.trace.files import read_trace
 
-    totals = measure_steps(read_trace(options.file), options.request)
+    totals = sum_trace(read_trace(options.file), options.request)
     if not options.quiz:
         _print_summary(totals, options.file.name)
     _teach(totals, options)
@@ -110,23 +111,18 @@ def _explain(options: ExplainOptions) -> int:
         if not steps:
             last = found.steps[-1].step
             raise InvalidRequest(f"--step is {options.step}; the request has steps 0 to {last}")
-    decode = _load_decoder(options) if any(step.token_ids for step in steps) else None
+    decode = _load_decoder(found.header) if any(step.token_ids for step in steps) else None
     console = SafeConsole(soft_wrap=True)
     for line in in_words(found, steps, decode):
         console.print(line, markup=False)
     return 0
 
 
-def _load_decoder(options: ExplainOptions) -> Decode | None:
+def _load_decoder(header: TraceHeader | None) -> Decode | None:
     """Return what makes text of the target's tokens, where its tokenizer is on this machine."""
     from forerun.errors import ForerunError
     from forerun.models.checkpoint import ModelFiles
-    from forerun.theory.record import TraceHeader
-    from forerun.trace.files import read_trace
 
-    header = next(
-        (item for item in read_trace(options.file) if isinstance(item, TraceHeader)), None
-    )
     if header is None:
         return None
     try:

@@ -692,9 +692,7 @@ def _add_parts(evidence: Evidence) -> None:
 
 def _add_linearity(evidence: Evidence) -> None:
     k, batch, nodes = (evidence.number(name) for name in ("k", "batch", "tree_nodes"))
-    c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
-    if k and c is not None:
-        evidence.note("draft_cost_total", k * c, "K c")
+    v = evidence.number("verify_cost")
     if k and batch:
         _add_rows(evidence, k, batch)
     rows, costs = evidence.numbers("verify_rows"), evidence.numbers("verify_costs")

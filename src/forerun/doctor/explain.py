@@ -21,8 +21,7 @@ from forerun.terminal_text import printable, write_count
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.cost import CostLine
 from forerun.theory.figures import Seconds, merge_seconds
-from forerun.theory.record import RequestRecord, StepRecord
-from forerun.trace.columns import pieces_of
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.files import Item
 
 Outcome = Literal["accepted", "rejected", "not reached"]
@@ -95,20 +94,6 @@ class StepCosts:
             rest_s = k * draft * line.draft_s + line.overhead(k).s
         least, most = (line.verify(n).s for n in (min(num_rows, line.rows[-1]), num_rows))
         return least + rest_s, most + rest_s
-
-
-def measure_steps(items: Iterable[Item], request_id: str | None = None) -> TraceTotals:
-    """Return the totals of a trace, or of one request of it."""
-    totals = TraceTotals()
-    for piece in pieces_of(
-        item
-        for item in items
-        if request_id is None or getattr(item, "request_id", None) == request_id
-    ):
-        totals.add(piece)
-        if totals.limit:
-            break
-    return totals
 
 
 def average_passes(totals: TraceTotals) -> dict[int, float]:
@@ -351,10 +336,11 @@ def _ask(text: str, right: str, wrong: Sequence[str]) -> QuizQuestion | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedRequest:
-    """Records of one request."""
+    """Records of one request, and the first header of the trace."""
 
     request_id: str
     steps: tuple[StepRecord, ...]
+    header: TraceHeader | None = None
 
     @property
     def drafting(self) -> tuple[StepRecord, ...]:
@@ -378,9 +364,12 @@ def explain_request(items: Iterable[Item], request_id: str | None = None) -> Exp
     Raises:
         InvalidTrace: the trace has no step, or no such request.
     """
+    header: TraceHeader | None = None
     steps: list[StepRecord] = []
     known: dict[str, None] = {}  # the first few, for the message
     for item in items:
+        if isinstance(item, TraceHeader):
+            header = header or item
         if not isinstance(item, StepRecord | RequestRecord):
             continue
         if len(known) < MOST_NAMED:
@@ -393,7 +382,7 @@ def explain_request(items: Iterable[Item], request_id: str | None = None) -> Exp
         wanted = "any request" if request_id is None else f"request {request_id!r:.80}"
         raise InvalidTrace(f"the trace has no steps of {wanted}; there are: {there}")
     steps.sort(key=lambda step: (step.cycle_id, step.step))
-    return ExplainedRequest(request_id=str(request_id), steps=tuple(steps))
+    return ExplainedRequest(request_id=str(request_id), steps=tuple(steps), header=header)
 
 
 def step_in_words(step: StepRecord, decode: Decode | None = None) -> list[str]:

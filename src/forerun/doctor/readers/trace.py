@@ -98,8 +98,6 @@ def _add_counts(
     if is_limit(evidence):
         full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
         evidence.note("full_accept_share", full / counts.num_steps, source)
-    none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
-    evidence.note("zero_accept_share", none / counts.num_steps, source)
     if (expected := totals.expected_accepted) > 0.0:
         ratio = counts.num_accepted / expected
         interval = normal_interval(ratio, math.sqrt(totals.squares) / expected)

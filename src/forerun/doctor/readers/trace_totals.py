@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as dataclass_replace
 from itertools import product
@@ -35,7 +35,7 @@ from forerun.trace.columns import (
     pieces_of,
 )
 from forerun.trace.cycles import CyclesByKind, seconds_by
-from forerun.trace.files import read_trace
+from forerun.trace.files import Item, read_trace
 
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
@@ -583,8 +583,17 @@ class TraceTotals:
 
 def read_totals(path: Path) -> TraceTotals:
     """Read a trace, up to the limits; raises InvalidTrace if nothing of it can be read."""
+    return sum_trace(read_trace(path))
+
+
+def sum_trace(items: Iterable[Item], request_id: str | None = None) -> TraceTotals:
+    """Return the totals of a trace, up to the limits, or of one request of it."""
     totals = TraceTotals()
-    for piece in pieces_of(read_trace(path)):
+    for piece in pieces_of(
+        item
+        for item in items
+        if request_id is None or getattr(item, "request_id", None) == request_id
+    ):
         totals.add(piece)
         if totals.limit:
             break
