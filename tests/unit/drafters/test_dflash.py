@@ -241,6 +241,21 @@ def setting(**changes):
 
 
 @pytest.mark.parametrize(
+    "masks",
+    [
+        {"windows": (4, 8), "causal": (True, True)},
+        {"windows": (4, 4), "causal": (False, True)},
+        {"windows": (None, None), "causal": (True, False)},
+    ],
+)
+def test_masks_that_its_file_cannot_state_are_not_written(target, tmp_path, masks):
+    network = heads.dflash_network(target, **masks)
+    with pytest.raises(InvalidModel, match="one sliding_window and one is_causal for all layers"):
+        write_dflash(network, tmp_path, target="t")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
     ("damage", "message"),
     [
         (without("mask_token_id"), "mask_token_id=None; it must be the token"),
