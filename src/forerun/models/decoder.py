@@ -375,7 +375,7 @@ def _list_windows(
 
 def _read_scales(
     variant: DecoderVariant, architecture: Architecture, settings: Mapping[str, Any]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return the factors and caps that differ from 1 and from none."""
     scales: dict[str, float] = {}
     if variant.root_embedding:

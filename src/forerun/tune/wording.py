@@ -67,10 +67,7 @@ def list_given_up(result: LoadResult) -> list[str]:
 def list_advice(report: TuneReport) -> Iterator[Advice]:
     """Yield what to run: for all loads where one setting is best everywhere, then for each."""
     if report.acceptance_length is not None:
-        for result in report.loads:
-            for need in _describe_needs(report, result):
-                yield Advice(sentence=f"{result.load.label}: {need}")
-        yield Advice(sentence="Drafts were accepted by chance, so nothing is recommended.")
+        yield from _list_needs(report)
         return
     chosen = {result.recommended for result in report.loads}
     [common] = chosen if len(chosen) == 1 else [None]
@@ -95,6 +92,14 @@ def list_advice(report: TuneReport) -> Iterator[Advice]:
             'number of running requests: "num_speculative_tokens_per_batch_size" in '
             "--speculative-config is a list of [first, last, K]. This was not measured here."
         )
+
+
+def _list_needs(report: TuneReport) -> Iterator[Advice]:
+    """Yield what drafts must reach, where they were accepted by chance."""
+    for result in report.loads:
+        for need in _describe_needs(report, result):
+            yield Advice(sentence=f"{result.load.label}: {need}")
+    yield Advice(sentence="Drafts were accepted by chance, so nothing is recommended.")
 
 
 def _advise(report: TuneReport, sentence: str, name: str) -> Advice:
