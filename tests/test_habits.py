@@ -64,11 +64,11 @@ VERBS = frozenset(
     remove rename render renew reorder repeat replace replay report request require requantise
     rescale reserve reset reshape resolve respond restart restore restrict resume retry return
     reverse rotate round route run sample save say scale scan schedule score search select send
-    serve set share show shift shuffle simulate skip solve sort spell spend split spread stage start
-    state step stop store stream strip submit sum summarise supervise swap sync take test tie time
-    to tokenize trace track train translate transpose trim try undo unpack unroll update upgrade use
-    validate verify visit wait wake walk warm warn warp watch weaken weigh widen wrap write yield
-    zero
+    serve set share show shift shuffle simulate skip solve sort speculate spell spend split spread
+    stage start state step stop store stream strip submit sum summarise supervise swap sync take
+    test tie time to tokenize trace track train translate transpose trim try undo unpack unroll
+    update upgrade use validate verify visit wait wake walk warm warn warp watch weaken weigh widen
+    wrap write yield zero
     """.split()
 )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from forerun.control.base import Tree
     from forerun.engine.config import EngineConfig, RequestTerms
+    from forerun.engine.custom_generate import speculate
     from forerun.engine.engine import Engine
     from forerun.engine.results import Completion, RequestOutput, StreamChunk
     from forerun.engine.thread import AsyncEngine
@@ -32,6 +33,7 @@ __all__ = [
     "Tree",
     "__version__",
     "errors",
+    "speculate",
 ]
 
 __version__ = "0.1.0"
@@ -47,6 +49,7 @@ _MODULES = {
     "SamplingParams": "forerun.sampling.config",
     "StreamChunk": "forerun.engine.results",
     "Tree": "forerun.control.base",
+    "speculate": "forerun.engine.custom_generate",
 }
 
 

@@ -27,6 +27,11 @@ def printable(text: object, *, max_length: int | None = None, keep: str = "") ->
     return shown
 
 
+def write_count(number: int, noun: str) -> str:
+    """Return a number and a noun, which has its plural where the number is not 1."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def shell_command(pattern: str, **words: object) -> str:
     """Return a command in which every word is quoted, so that a shell runs nothing else.
 

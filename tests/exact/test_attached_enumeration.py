@@ -19,8 +19,9 @@ from torch import Tensor
 
 from forerun.control.base import Plan
 from forerun.drafters import draft_sequence as levels
-from forerun.drafters.base import DraftRequest, StepOutcome
-from forerun.drafters.eagle3.drafter import Eagle3Drafter
+from forerun.drafters import marginals
+from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
+from forerun.drafters.dflash.drafter import DFlashDrafter
 from forerun.drafters.mtp import MTPDrafter, MTPModel, MTPModule
 from forerun.sampling.chain import accept_probs, final_weights, num_accepted
 from forerun.sampling.config import SamplingParams
@@ -39,13 +40,11 @@ class Steps:
 
     Args:
         target: a table.
-        drafter: of an EAGLE-3 head or a module for multi-token prediction.
+        drafter: of an EAGLE-3 head, a module for multi-token prediction or a DFlash network.
         drafted: tokens that it can draft.
     """
 
-    def __init__(
-        self, target: TabularModel, drafter: Eagle3Drafter, drafted: tuple[int, ...]
-    ) -> None:
+    def __init__(self, target: TabularModel, drafter: Drafter, drafted: tuple[int, ...]) -> None:
         self.target = target
         self.drafter = drafter
         self.drafted = drafted
@@ -54,7 +53,7 @@ class Steps:
         self.names = itertools.count()
 
     def draw(self, probs: Tensor, uniforms: Tensor) -> Tensor:
-        return torch.tensor([self.forced.pop(0)])
+        return torch.tensor([self.forced.pop(0) for _ in probs])
 
     def proposal(
         self, texts: Sequence[tuple[int, ...]], draws: Sequence[tuple[int, ...]]
@@ -130,12 +129,28 @@ class Steps:
                     yield drawn, emitted, weight * float(final[token] / final.sum())
 
 
-@pytest.fixture(params=["eagle3", "mtp"])
+@pytest.fixture(params=["eagle3", "mtp", "dflash"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Steps:
-    target = tiny.tabular(0, vocab_size=VOCAB_SIZE)
-    steps = with_module(target) if request.param == "mtp" else with_head(target)
-    monkeypatch.setattr(levels, "draw", steps.draw)
+    make = {"eagle3": with_head, "mtp": with_module, "dflash": with_block}[request.param]
+    steps = make(tiny.tabular(0, vocab_size=VOCAB_SIZE))
+    for module in (levels, marginals):
+        monkeypatch.setattr(module, "draw", steps.draw)
     return steps
+
+
+def with_block(target: TabularModel) -> Steps:
+    network = heads.dflash_network(
+        target,
+        draft_vocab_size=2,
+        feature_layers=LAYERS,
+        own_embedding=True,
+        hidden_size=16,
+        block_size=K + 1,
+        mask_token_id=1,
+        scale=0.6,
+    )
+    network.d2t = torch.tensor([0, 1])  # tokens 0 and 2
+    return Steps(target, DFlashDrafter(network, target), (0, 2))
 
 
 def with_module(target: TabularModel) -> Steps:

@@ -88,9 +88,11 @@ def test_a_finished_run_says_so_and_shows_what_it_found(align, aligned, tmp_path
     assert "finished before" in err
     assert json.loads(out) == json.loads((aligned / "report.json").read_text())
     assert not (again / "draft" / "serving" / "vllm.json").exists()
-    code, _, err = align("--out", str(again), "--export", "vllm")
-    assert code == 0, err
-    assert (again / "draft" / "serving" / "vllm.json").exists()
+    for _ in range(2):
+        code, _, err = align("--out", str(again), "--export", "vllm,llama.cpp")
+        assert code == 0, err
+    for name in ("vllm.json", "llama.cpp.json", "draft.gguf"):
+        assert (again / "draft" / "serving" / name).exists()
     for name in ("report.json", "judgements.jsonl", "metrics.jsonl", "draft/model.safetensors"):
         assert (again / name).read_bytes() == (aligned / name).read_bytes()
 

@@ -12,7 +12,7 @@ from forerun.sampling.config import SamplingParams, draft_params
 
 ObjectiveName = Literal["ce", "fkl", "nla"]
 TeacherKind = Literal["auto", "model", "hidden"]
-Export = Literal["vllm", "sglang"]
+Export = Literal["vllm", "sglang", "llama.cpp"]
 Source = Literal["target", "fixed"]
 """What wrote a training text: the target, or a data set."""
 Method = Literal["draft_model", "eagle3", "dflash", "medusa"]

@@ -1,9 +1,9 @@
 """Judgements of a draft, the choice of the one that is kept, its report, card and serving files.
 
-The options of vLLM were read in version 0.32, which was run, those of SGLang in its documentation
-of 2026. At a temperature above 0 each engine drafts by its own rule, which decides how many tokens
-are accepted, so the notes name the rule. A pair whose draft was not found to pay gets the settings
-of decoding without a draft.
+The options of vLLM were read in version 0.32 and those of llama.cpp in build 11669, which were run,
+those of SGLang in its documentation of 2026. At a temperature above 0 each engine drafts by its own
+rule, which decides how many tokens are accepted, so the notes name the rule. A pair whose draft was
+not found to pay gets the settings of decoding without a draft.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from forerun.drafters.medusa import VLLM_NOTE, read_medusa, write_medusa_vllm
 from forerun.errors import IncompatibleDraft, InvalidModel, Range
 from forerun.measure.judge import DraftFigures, FigureChange, Judge, changes
 from forerun.models.checkpoint import ModelFiles
+from forerun.models.gguf_writer import write_gguf
 from forerun.provenance import Provenance, content_hash
 from forerun.sampling.config import SamplingParams, draft_params
 from forerun.terminal_text import shell_command
@@ -218,6 +219,8 @@ RAW_FOLDER = "sglang"
 """Folder inside `serving/` with the head in the form of SGLang and EAGLE's own code."""
 VLLM_FOLDER = "vllm"
 """Folder inside `serving/` with Medusa heads in the form of vLLM."""
+GGUF_FILE = "draft.gguf"
+"""File inside `serving/` with a draft model in the form of llama.cpp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,12 +326,36 @@ def _describe_sglang(serving: Serving) -> EngineSettings:
     )
 
 
+def _describe_llama_cpp(serving: Serving) -> EngineSettings:
+    """Return the settings of llama.cpp's server, which reads GGUF files."""
+    settings: dict[str, Any] = {"model": serving.target}
+    if serving.speculates:
+        settings |= {
+            "model-draft": str(serving.draft / SERVING_FOLDER / GGUF_FILE),
+            "spec-type": "draft-simple",
+            "spec-draft-n-max": serving.num_speculative_tokens,
+        }
+        if not draft_params(serving.sampling).greedy:
+            settings["spec-draft-sampling"] = "probabilistic"
+    notes: tuple[str, ...] = (f"The draft is written again as a GGUF file, serving/{GGUF_FILE}.",)
+    if not serving.target.endswith(".gguf"):
+        notes += ("Convert the target with llama.cpp's convert_hf_to_gguf.py, and name that file.",)
+    pattern = " ".join(["llama-server", *(f"--{name} {{{name}}}" for name in settings)])
+    return EngineSettings(
+        engine="llama.cpp",
+        settings=settings,
+        command=shell_command(pattern, **settings),
+        notes=(*notes, *_describe_context(serving)),
+        source="https://github.com/ggml-org/llama.cpp/blob/master/docs/speculative.md",
+    )
+
+
 ENGINES: Mapping[Export, Callable[[Serving], EngineSettings]] = MappingProxyType(
-    {"vllm": _describe_vllm, "sglang": _describe_sglang}
+    {"vllm": _describe_vllm, "sglang": _describe_sglang, "llama.cpp": _describe_llama_cpp}
 )
 SUPPORTED: Mapping[Method, tuple[Export, ...]] = MappingProxyType(
     {
-        "draft_model": ("vllm", "sglang"),
+        "draft_model": ("vllm", "sglang", "llama.cpp"),
         "eagle3": ("vllm", "sglang"),
         "dflash": ("vllm",),
         "medusa": ("vllm",),
@@ -365,7 +392,10 @@ def _describe_context(serving: Serving) -> tuple[str, ...]:
 
 
 def _write_forms(engines: Sequence[str], serving: Serving, folder: Path) -> None:
-    """Save the head also in the formats of the engines that cannot read its folder."""
+    """Save the draft also in the formats of the engines that cannot read its folder."""
+    if serving.method == "draft_model" and "llama.cpp" in engines:
+        target = ModelFiles.open(serving.target)
+        write_gguf(ModelFiles.open(serving.draft), folder / GGUF_FILE, target)
     if serving.method == "eagle3" and "sglang" in engines:
         head = read_eagle3_head(serving.draft).bfloat16()
         write_eagle3_head(head, folder / RAW_FOLDER, form="raw", target=serving.target)

@@ -170,8 +170,8 @@ def _run_phases(
         data=data_hash(packing.samples),
     )
     write_card(card, run.workspace.draft)
-    run.export(report)
     report.write(run.workspace.report)
+    run.export(report)
     return report
 
 

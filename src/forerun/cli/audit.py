@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit
 from forerun.cli.flags import check_writable
 from forerun.cli.tables import SafeConsole, progress_bar
@@ -58,8 +57,6 @@ class AuditOptions:
     0.1, where server and reference compute in fp32, faults are found sooner."""
     state: Path | None = None
     """File that records every question and answer; an interrupted audit continues from it."""
-    out: Path | None = None
-    """Write the report to this HTML page."""
     json: bool = False
     """Print one JSON object."""
 
@@ -82,8 +79,7 @@ def run(options: AuditOptions) -> int:
         kinds=read_kinds(options.prompts),
     )
     config.check_enough()
-    for flag, path in (("--state", options.state), ("--out", options.out)):
-        check_writable(flag, path)
+    check_writable("--state", options.state)
     with ExitStack() as stack:
         audit = prepare_audit(
             AuditSource(
@@ -100,12 +96,9 @@ def run(options: AuditOptions) -> int:
         )
         with progress_bar("asking", config.max_tokens) as report:
             audit.run(report)
-    from forerun.doctor.audit.verdict import judge, page_of, report_of
+    from forerun.doctor.audit.verdict import judge, report_of
 
     verdict = judge(audit)
-    if options.out is not None:
-        with atomic_write(options.out) as scratch:
-            scratch.write_text(page_of(audit, verdict), encoding="utf-8")
     if options.json:
         print(json.dumps(report_of(audit, verdict)))
     else:
@@ -134,9 +127,10 @@ COMMAND = Command(
     "after a deviation with tokens made without speculation. Exit code 0: no deviation, 3: a\n"
     "deviation, 4: the server gives too little to judge.",
     examples=(
-        "forerun audit http://localhost:8000/v1 --reference zoo:code-40m --out audit.html",
+        "forerun audit http://localhost:8000/v1 --reference zoo:code-40m",
         "forerun audit http://localhost:8000/v1 --reference path/to/model --draft path/to/draft",
-        "forerun audit http://localhost:8000/v1 --reference http://localhost:8001/v1 --json",
+        "forerun audit http://localhost:8000/v1 --reference http://localhost:8001/v1 "
+        "--json > audit.json",
         "forerun audit http://localhost:8000/v1 --state audit.jsonl --tokens 50000",
     ),
 )

@@ -14,11 +14,13 @@ from tyro.conf import Positional, arg
 from forerun.cli.command import Command
 from forerun.cli.tables import SafeConsole, table_of
 from forerun.errors import InvalidRequest
+from forerun.terminal_text import write_count
 
 if TYPE_CHECKING:
     from forerun.doctor.evidence import Evidence
     from forerun.doctor.explain import Decode, QuizQuestion
     from forerun.doctor.readers.trace_totals import TraceTotals
+    from forerun.theory.record import TraceHeader
 
 _MOST_STEPS = 3
 """Steps shown in detail where none is named."""
@@ -47,10 +49,10 @@ def run(options: ExplainOptions) -> int:
     if (options.request is not None or options.step is not None) and not options.quiz:
         return _explain(options)
 
-    from forerun.doctor.explain import measure_steps
+    from forerun.doctor.readers.trace_totals import sum_trace
     from forerun.trace.files import read_trace
 
-    totals = measure_steps(read_trace(options.file), options.request)
+    totals = sum_trace(read_trace(options.file), options.request)
     if not options.quiz:
         _print_summary(totals, options.file.name)
     _teach(totals, options)
@@ -109,23 +111,18 @@ def _explain(options: ExplainOptions) -> int:
         if not steps:
             last = found.steps[-1].step
             raise InvalidRequest(f"--step is {options.step}; the request has steps 0 to {last}")
-    decode = _load_decoder(options) if any(step.token_ids for step in steps) else None
+    decode = _load_decoder(found.header) if any(step.token_ids for step in steps) else None
     console = SafeConsole(soft_wrap=True)
     for line in in_words(found, steps, decode):
         console.print(line, markup=False)
     return 0
 
 
-def _load_decoder(options: ExplainOptions) -> Decode | None:
+def _load_decoder(header: TraceHeader | None) -> Decode | None:
     """Return what makes text of the target's tokens, where its tokenizer is on this machine."""
     from forerun.errors import ForerunError
     from forerun.models.checkpoint import ModelFiles
-    from forerun.theory.record import TraceHeader
-    from forerun.trace.files import read_trace
 
-    header = next(
-        (item for item in read_trace(options.file) if isinstance(item, TraceHeader)), None
-    )
     if header is None:
         return None
     try:
@@ -153,7 +150,7 @@ def _print_summary(totals: TraceTotals, name: str) -> None:
             table.add_row(str(tag), f"{num_steps:.0f}", f"{rate:.2f}")
         console.print("", table)
     if totals.num_damaged:
-        console.print(f"\n[bold red]not read[/] ({totals.num_damaged} places)")
+        console.print(f"\n[bold red]not read[/] ({write_count(totals.num_damaged, 'place')})")
         for place in totals.damage:
             console.print(f"  {place}", markup=False, soft_wrap=True)
 
@@ -163,8 +160,8 @@ def _figures(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
 
     known, counts, costs = evidence.number, totals.acceptance, fit_costs(totals)
     yield (
-        f"{len(totals.requests)} finished requests, {totals.num_steps} steps, "
-        f"{totals.num_tokens} tokens"
+        f"{write_count(len(totals.requests), 'finished request')}, "
+        f"{write_count(totals.num_steps, 'step')}, {write_count(totals.num_tokens, 'token')}"
     )
     if (ttft_s := known("ttft_s")) is not None:
         yield f"first token after {1000 * ttft_s:.1f} ms (median)"
@@ -176,7 +173,7 @@ def _figures(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
         if kappa:
             where = f" with {costs.batch} requests at once" if costs and costs.batch > 1 else ""
             cost = f"{kappa:.3f}{where}, so {tau / kappa:.2f}x in these steps"
-        yield f"tau {tau:.3f} over {counts.num_steps} drafting steps, kappa {cost}"
+        yield f"tau {tau:.3f} over {write_count(counts.num_steps, 'drafting step')}, kappa {cost}"
         if (speedup := known("speedup")) is not None:
             yield f"decoding {speedup:.2f}x plain, steps without a draft included"
         wasted = 1.0 - counts.num_accepted / counts.num_drafted
@@ -197,7 +194,7 @@ def _figures(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
             ("other", times.other_s),
         )
     )
-    yield f"{times.total_s:.3f} s in {times.num_cycles} cycles: {', '.join(shares)}"
+    yield f"{times.total_s:.3f} s in {write_count(times.num_cycles, 'cycle')}: {', '.join(shares)}"
 
 
 COMMAND = Command(

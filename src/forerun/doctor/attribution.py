@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Literal
 
 from forerun.doctor.evidence import Evidence
+from forerun.terminal_text import write_count
 from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
 from forerun.theory.speedup import best_k, constant_acceptance_length, constant_survival
@@ -153,7 +154,7 @@ def _cost_parts(tau: float, k: int, kappa: float | None, costs: Costs) -> list[P
         what = "drafting, pass above a plain step, overhead (not measured apart)"
         return [Part(name=what, kind="unsplit", cost=(kappa - 1.0) / tau)]
     return [
-        Part(name=f"drafting {k} tokens", kind="draft", cost=k * c / tau),
+        Part(name=f"drafting {write_count(k, 'token')}", kind="draft", cost=k * c / tau),
         Part(name="target pass above one plain step", kind="verify", cost=(v - 1.0) / tau),
         Part(name="everything else in a step", kind="overhead", cost=o / tau),
     ]

@@ -37,6 +37,7 @@ from forerun.doctor.evidence import (
     load_table,
     merge,
 )
+from forerun.terminal_text import write_count
 from forerun.theory.cost import CostTable
 from forerun.theory.record import Json
 
@@ -773,7 +774,7 @@ def list_basis(evidence: Evidence) -> list[str]:
     if is_switched_off(evidence):
         found.append("steps that the controller planned without a draft")
     if evidence.checks:
-        checks = f"{len(evidence.checks)} check{'s' * (len(evidence.checks) > 1)}"
+        checks = write_count(len(evidence.checks), "check")
         found.append(f"{checks} at a common error level of {ERROR_LEVEL:.1%}")
     return found
 
@@ -785,8 +786,8 @@ CONCLUSIVE = {
     "acceptance_zero": "Almost nothing that is drafted is accepted, so that no K pays ({}).",
     "acceptance_below_expected": "Less is accepted than the verifier's probabilities give ({}).",
     "acceptance_fell_in_run": "Acceptance fell during the run.",
-    "requests_accept_nothing": "Some requests accept nothing ({}).",
-    "later_positions_rejected": "After the first position hardly anything is accepted ({}).",
+    "requests_accept_nothing": "Some requests accept next to nothing ({}).",
+    "later_positions_rejected": "From some position on hardly anything is accepted ({}).",
     "slower_than_plain": "Decoding is slower than without speculation ({}).",
 }
 """Observations that are a problem whatever their cause, in a sentence with the figures."""

@@ -438,6 +438,10 @@ def alike(one: Value, other: Value) -> bool:
 
 MIN_REACHED = 20
 """Least number of steps that must reach a position for its conditional acceptance to be used."""
+CUT = 0.25
+"""Share of the least acceptance of the positions before, up to which a position ends all drafts."""
+FIXED_DEPTH = frozenset({"mtp", "block"})
+"""Ways to draft that may have been trained for one position; others read their own tokens."""
 MIN_RATE = 1e-6
 """A rate below is none: nothing is compared with it."""
 
@@ -591,6 +595,14 @@ def _add_conditional(evidence: Evidence) -> None:
             interval = Interval(estimate=value / conditional[0], low=low, high=high)
         words = "lowest later conditional acceptance / the first"
         evidence.note("later_over_first", value / conditional[0], words, interval)
+        place = conditional.index(value, 1)
+        is_cut = (
+            interval is not None
+            and interval.high <= CUT * min(conditional[:place]) / conditional[0]
+        )
+        if is_cut and (place > 1 or FIXED_DEPTH & {*evidence.words("method")}):
+            words = f"{value:.0%} of the drafts that reach position {place + 1} are accepted there"
+            evidence.note("accepted_to_a_depth", True, words)
 
 
 def _count_reached(evidence: Evidence, rates: Sequence[float]) -> list[float]:
@@ -680,9 +692,7 @@ def _add_parts(evidence: Evidence) -> None:
 
 def _add_linearity(evidence: Evidence) -> None:
     k, batch, nodes = (evidence.number(name) for name in ("k", "batch", "tree_nodes"))
-    c, v = evidence.number("draft_cost"), evidence.number("verify_cost")
-    if k and c is not None:
-        evidence.note("draft_cost_total", k * c, "K c")
+    v = evidence.number("verify_cost")
     if k and batch:
         _add_rows(evidence, k, batch)
     rows, costs = evidence.numbers("verify_rows"), evidence.numbers("verify_costs")

@@ -17,12 +17,11 @@ from typing import Literal
 
 from forerun.doctor.readers.trace_totals import TraceTotals, read_totals
 from forerun.errors import InvalidTrace
-from forerun.terminal_text import printable
+from forerun.terminal_text import printable, write_count
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.cost import CostLine
 from forerun.theory.figures import Seconds, merge_seconds
-from forerun.theory.record import RequestRecord, StepRecord
-from forerun.trace.columns import pieces_of
+from forerun.theory.record import RequestRecord, StepRecord, TraceHeader
 from forerun.trace.files import Item
 
 Outcome = Literal["accepted", "rejected", "not reached"]
@@ -95,20 +94,6 @@ class StepCosts:
             rest_s = k * draft * line.draft_s + line.overhead(k).s
         least, most = (line.verify(n).s for n in (min(num_rows, line.rows[-1]), num_rows))
         return least + rest_s, most + rest_s
-
-
-def measure_steps(items: Iterable[Item], request_id: str | None = None) -> TraceTotals:
-    """Return the totals of a trace, or of one request of it."""
-    totals = TraceTotals()
-    for piece in pieces_of(
-        item
-        for item in items
-        if request_id is None or getattr(item, "request_id", None) == request_id
-    ):
-        totals.add(piece)
-        if totals.limit:
-            break
-    return totals
 
 
 def average_passes(totals: TraceTotals) -> dict[int, float]:
@@ -196,7 +181,8 @@ def _explain_passes(costs: StepCosts) -> Lesson:
         heading="Why one pass checks several tokens",
         lines=tuple(lines),
         question=_ask(
-            f"A pass of {_count(one, 'row')} took {_ms(one_s)}. How long did one of {most} take?",
+            f"A pass of {write_count(one, 'row')} took {_ms(one_s)}. How long did one of {most} "
+            "take?",
             _ms(most_s),
             [_ms(factor * one_s) for factor in wrong],
         ),
@@ -282,7 +268,7 @@ def _explain_alternatives(counts: AcceptanceCounts, costs: StepCosts) -> Lesson:
         tokens, (low, high) = table[k][0], costs.estimate_step(k, batch)
         plain_low, plain_high = costs.estimate_step(0, batch)
         ends = sorted({f"{tokens * plain_low / high:.2f}", f"{tokens * plain_high / low:.2f}"})
-        rows = f"{_count(batch, 'request')}: {batch * (k + 1)} rows"
+        rows = f"{write_count(batch, 'request')}: {batch * (k + 1)} rows"
         lines.append(f"  {rows}, {' to '.join(ends)} times plain")
     plain_s, (tokens, step_s, _) = table[0][1], table[k]
     kept = counts.conditional_acceptance[:k]
@@ -350,10 +336,11 @@ def _ask(text: str, right: str, wrong: Sequence[str]) -> QuizQuestion | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedRequest:
-    """Records of one request."""
+    """Records of one request, and the first header of the trace."""
 
     request_id: str
     steps: tuple[StepRecord, ...]
+    header: TraceHeader | None = None
 
     @property
     def drafting(self) -> tuple[StepRecord, ...]:
@@ -377,9 +364,12 @@ def explain_request(items: Iterable[Item], request_id: str | None = None) -> Exp
     Raises:
         InvalidTrace: the trace has no step, or no such request.
     """
+    header: TraceHeader | None = None
     steps: list[StepRecord] = []
     known: dict[str, None] = {}  # the first few, for the message
     for item in items:
+        if isinstance(item, TraceHeader):
+            header = header or item
         if not isinstance(item, StepRecord | RequestRecord):
             continue
         if len(known) < MOST_NAMED:
@@ -392,7 +382,7 @@ def explain_request(items: Iterable[Item], request_id: str | None = None) -> Exp
         wanted = "any request" if request_id is None else f"request {request_id!r:.80}"
         raise InvalidTrace(f"the trace has no steps of {wanted}; there are: {there}")
     steps.sort(key=lambda step: (step.cycle_id, step.step))
-    return ExplainedRequest(request_id=str(request_id), steps=tuple(steps))
+    return ExplainedRequest(request_id=str(request_id), steps=tuple(steps), header=header)
 
 
 def step_in_words(step: StepRecord, decode: Decode | None = None) -> list[str]:
@@ -404,8 +394,8 @@ def step_in_words(step: StepRecord, decode: Decode | None = None) -> list[str]:
         ]
     else:
         lines = [
-            f"1. {step.method} drafted {_tokens(step.num_drafted)} of at most {step.k_budget} "
-            f"in {_ms(step.draft_s)}.",
+            f"1. {step.method} drafted {write_count(step.num_drafted, 'token')} of at most "
+            f"{step.k_budget} in {_ms(step.draft_s)}.",
             f"2. One pass of the target scored {step.batch_rows} rows in {_ms(step.verify_s)}: the "
             f"last token of the text and the drafted ones"
             + (", and rows of other requests." if step.batch_rows > step.num_drafted + 1 else "."),
@@ -421,7 +411,8 @@ def step_in_words(step: StepRecord, decode: Decode | None = None) -> list[str]:
         elif step.path_ranks is not None and step.path_children is not None:
             lines += _path_in_words(step, step.path_ranks, step.path_children, decode)
     lines.append(_last_token(step, decode))
-    lines.append(f"   {_tokens(step.num_emitted)} emitted; the rest took {_ms(step.other_s)}.")
+    emitted = write_count(step.num_emitted, "token")
+    lines.append(f"   {emitted} emitted; the rest took {_ms(step.other_s)}.")
     return lines
 
 
@@ -502,25 +493,20 @@ def in_words(
 ) -> list[str]:
     """Return the explanation of a request, with these of its steps in detail."""
     num_tokens = sum(step.num_emitted for step in found.steps)
-    lines = [f"Request {found.request_id}: {_tokens(num_tokens)} in {len(found.steps)} steps."]
+    lines = [
+        f"Request {found.request_id}: {write_count(num_tokens, 'token')} in "
+        f"{write_count(len(found.steps), 'step')}."
+    ]
     if found.drafting:
         counts = AcceptanceCounts.from_records(found.drafting)
         lines.append(
-            f"{counts.num_drafted} tokens drafted, {counts.num_accepted} kept; "
+            f"{write_count(counts.num_drafted, 'token')} drafted, {counts.num_accepted} kept; "
             f"{1 + counts.num_accepted / counts.num_steps:.3f} tokens per drafting step (tau)."
         )
     for step in steps:
-        lines += ["", f"Step {step.step}, after {step.context_tokens} tokens:"]
+        lines += ["", f"Step {step.step}, after {write_count(step.context_tokens, 'token')}:"]
         lines += [f"  {line}" for line in step_in_words(step, decode)]
     return lines
-
-
-def _tokens(number: int) -> str:
-    return _count(number, "token")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def _ms(seconds: float) -> str:

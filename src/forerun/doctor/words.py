@@ -21,7 +21,7 @@ from forerun.doctor.diagnosis import (
     list_basis,
 )
 from forerun.doctor.evidence import FACTS, Evidence, Fact, alike
-from forerun.terminal_text import printable
+from forerun.terminal_text import printable, write_count
 from forerun.theory.speedup import constant_survival
 
 MAX_EVIDENCE = 5
@@ -89,11 +89,11 @@ def _open_words(diagnosis: Diagnosis, has_sections: bool) -> str:
     if unread:
         parts = "; ".join(f'"{printable(part[:MAX_PART])}"' for part in unread[:MAX_PARTS])
         why = f"not understood: {parts}."
+    elif doubts := diagnosis.evidence.doubts:
+        why = f"it is unusual that {doubts[0]}."
     elif diagnosis.causes and diagnosis.causes[0].scored.cause.label != "healthy":
         first = diagnosis.causes[0].scored
         why = f"{first.cause.label} is likeliest, with a score of {first.score:.2f}, and not shown."
-    elif doubts := diagnosis.evidence.doubts:
-        why = f"it is unusual that {doubts[0]}."
     else:
         why = "too little is known for a verdict."
     test = diagnosis.next_test
@@ -174,13 +174,14 @@ def _step_words(found: Attribution, evidence: Evidence) -> Iterator[str]:
         yield f"The draft proposes trees of {nodes:.1f} nodes on average; their depth is {deep}{c}."
         yield f"Below, every step counts as one of K = {k}, the depth of most."
     elif least == most:
-        yield f"The draft proposes {k} tokens, one after the other{c}."
+        order = ", one after the other" * (k > 1)
+        yield f"The draft proposes {write_count(k, 'token')}{order}{c}."
     else:
         yield f"The draft proposes {mean:.1f} tokens on average, from {least} to {most}{c}."
         yield f"Below, every step counts as one of K = {k}."
     rows = f"{k + 1}" if nodes is None else f"{nodes + 1:.1f}"
     v = "" if found.verify_cost is None else f", for {found.verify_cost:.2f} plain steps"
-    yield f"The target checks all of them in one pass over {rows} rows{v}."
+    yield f"The target checks what was drafted in one pass over {rows} rows{v}."
     yield (
         f"The step keeps the tokens before the first rejection and adds one of the target's own: "
         f"tau = {tau:.2f} tokens per step, of at most {k + 1}."
@@ -209,13 +210,13 @@ def _interplay(found: Attribution, evidence: Evidence) -> Iterator[str]:
     share = "" if first is None else f" Position 1 is accepted in {first:.0%} of the steps;"
     if "tree_nodes" in evidence:
         yield (
-            f"A tree holds several tokens for a position, of which one is kept at most: most of "
-            f"its rows are unused by design.{share} of {drafted:.3g} levels {kept:.2f} are kept."
+            f"A tree holds several tokens for a position, of which one is kept at most: most "
+            f"rows are unused by design.{share} of a depth of {drafted:.3g} {kept:.2f} are kept."
         )
     else:
         yield (
-            f"Rows are verified in parallel, but accepted in order: behind a rejection, every row "
-            f"was computed for nothing.{share} of {drafted:.3g} drafted tokens {kept:.2f} are kept."
+            f"Rows are verified in parallel, but accepted in order: tokens behind a rejection were "
+            f"computed for nothing.{share} of {drafted:.3g} drafted {kept:.2f} are kept."
         )
     if found.cycle_cost is None:
         return
@@ -311,7 +312,7 @@ def _evidence_words(evidence: Evidence) -> Iterator[str]:
     for reading in evidence.readings:
         kinds = ", ".join(sorted(reading.kinds)) or "nothing that is known"
         unknown = f", {reading.num_unknown} not understood" if reading.num_unknown else ""
-        yield f"{reading.source}: {kinds}; {reading.num_lines} lines{unknown}"
+        yield f"{reading.source}: {kinds}; {write_count(reading.num_lines, 'line')}{unknown}"
         yield from (f"{reading.source}: {note}" for note in reading.notes)
         yield from (f'{reading.source}: not understood: "{part}"' for part in reading.unread)
     yield from (

@@ -363,6 +363,11 @@ def _dequantise(tensors: dict[str, Tensor], folder: Path) -> None:
         tensors[name] = stored.float() * scale.float()
 
 
+def is_stored_in_int8(folder: Path) -> bool:
+    """Whether the matrices of a head are stored as int8 with one scale per row."""
+    return any(name.endswith(SCALE) for path in weight_files(folder) for name in read_tensors(path))
+
+
 def read_target_ids(config: HeadConfig, tensors: Mapping[str, Tensor], where: str) -> Tensor:
     """Return the target token id of every draft token."""
     num_draft, num_target = config.draft_vocab_size, config.target_vocab_size

@@ -172,13 +172,14 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.drafter = drafter
         check_controller(controller)
-        k, max_k = self.config.num_speculative_tokens, None if drafter is None else drafter.max_k
-        if drafter is not None and max_k is not None and k > max_k:
-            raise InvalidRequest(
-                f"num_speculative_tokens is {k}, but this {drafter.method} draft proposes at most "
-                f"{max_k} tokens per step: give num_speculative_tokens={max_k} (--k {max_k}; in "
-                f"bench DRAFT@{max_k})"
-            )
+        k = self.config.num_speculative_tokens
+        for method, each in ({} if drafter is None else drafter.by_method()).items():
+            if (most := each.max_k) is not None and k > most:
+                raise InvalidRequest(
+                    f"num_speculative_tokens is {k}, but this {method} draft proposes at most "
+                    f"{most} tokens per step: give num_speculative_tokens={most} (--k {most}; in "
+                    f"bench DRAFT@{most})"
+                )
         self.controller = controller or default_controller(
             self.config, drafter, costs or {}, target
         )

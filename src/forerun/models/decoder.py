@@ -181,6 +181,8 @@ class Decoder:
         windows: per layer, how many positions a row sees, its own included; None: all. Empty: every
             layer sees all.
         sliding_rotation: of layers whose rotation is 1 in `rotations`.
+        causal_blocks: of a block drafter, per layer whether rows see no later rows of their block;
+            windows count from the block's first row. Empty: there are no blocks.
         rotations: per layer; 0: `inv_freq`, -1: none. Empty: 0 everywhere.
         gelu: the gate is a GELU by tanh instead of a SiLU.
         residual_scale: factor on what a branch adds to the residual stream.
@@ -197,6 +199,7 @@ class Decoder:
     tied: bool
     windows: tuple[int | None, ...] = ()
     sliding_rotation: Rotation | None = None
+    causal_blocks: tuple[bool, ...] = ()
     rotations: tuple[int, ...] = ()
     gelu: bool = False
     embedding_scale: float = 1.0
@@ -372,7 +375,7 @@ def _list_windows(
 
 def _read_scales(
     variant: DecoderVariant, architecture: Architecture, settings: Mapping[str, Any]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return the factors and caps that differ from 1 and from none."""
     scales: dict[str, float] = {}
     if variant.root_embedding:

@@ -59,12 +59,16 @@ class HuggingFaceModel(StoredModel):
         self, *, network: Any, store: ContiguousKVStore, architecture: Architecture
     ) -> None:
         super().__init__(architecture, store)
+        self.family = find_family(architecture.name)
+        self.replace_network(network)
+
+    def replace_network(self, network: Any) -> None:
+        """Run this network, of the same architecture, from now on; the KV store is kept."""
         self.network = network
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
-        self.family = find_family(architecture.name)
         self._recurrent_pass: RecurrentPass | None = None
-        if isinstance(store, RecurrentStore) and architecture.recurrent is not None:
-            self._recurrent_pass = pack_recurrent_layers(network, architecture, store)
+        if isinstance(self.store, RecurrentStore) and self.architecture.recurrent is not None:
+            self._recurrent_pass = pack_recurrent_layers(network, self.architecture, self.store)
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch) -> ModelOutput:
@@ -191,21 +195,25 @@ def adapt(
         max_staged_rows=max_staged_rows,
         dtype=model.dtype,
     )
+    prepare_network(model)
+    store_class = ContiguousKVStore if architecture.recurrent is None else RecurrentStore
+    return HuggingFaceModel(
+        network=model, store=store_class(geometry, model.device), architecture=architecture
+    )
+
+
+def prepare_network(model: PreTrainedModel) -> None:
+    """Let the modules of a transformers model attend through `attend_packed`, in place."""
     register()
     model.set_attn_implementation(ATTENTION_NAME)
-    untyped: Any = model  # the methods below carry no annotations
+    untyped: Any = model  # the method below carries no annotations
     untyped.eval()
-    untyped.requires_grad_(False)
     for module in model.modules():
         own: Any = module
         if type(module).__name__ == "FalconAttention":
             own.forward = MethodType(attend_as_falcon, module)
         elif type(module).__name__ == "Llama4TextAttention":
             own.attn_temperature_tuning = False  # 1 up to the last position; counts rows instead
-    store_class = ContiguousKVStore if architecture.recurrent is None else RecurrentStore
-    return HuggingFaceModel(
-        network=model, store=store_class(geometry, model.device), architecture=architecture
-    )
 
 
 NUM_COMPARED = 24

@@ -353,7 +353,7 @@ def _load_eager(run: ModelRun) -> LanguageModel:
 
     check_passes(*read_class(run.files))
     return adapt(
-        read_weights(run.files, run.geometry.dtype).to(run.device),
+        read_weights(run.files, run.geometry.dtype).to(run.device).requires_grad_(False),
         num_slots=run.geometry.num_slots,
         max_context=run.geometry.capacity,
         max_staged_rows=run.geometry.max_staged_rows,

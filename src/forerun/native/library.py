@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import platform
@@ -11,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from ctypes import (
     POINTER,
     Structure,
@@ -68,18 +69,27 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
             folder,
             danger,
         )
-    elif kept := find_cached(folder, stem, SUFFIX):
-        try:
-            if danger := unsafe(kept):
-                raise OSError(danger)
-            return ctypes.CDLL(str(kept))
-        except OSError as error:
-            logger.warning("the kernels in %s cannot be loaded (%s); compiling again", kept, error)
+        return _compile(compiler)
+    kept = find_cached(folder, stem, SUFFIX)
+    with nullcontext() if kept else lock_folder(folder):
+        if kept := kept or find_cached(folder, stem, SUFFIX):
+            try:
+                if danger := unsafe(kept):
+                    raise OSError(danger)
+                return ctypes.CDLL(str(kept))
+            except OSError as error:
+                message = "the kernels in %s cannot be loaded (%s); compiling again"
+                logger.warning(message, kept, error)
+        return _compile(compiler, folder, stem)
+
+
+def _compile(compiler: str, folder: Path | None = None, stem: str = "") -> ctypes.CDLL:
+    """Compile the kernels, and keep them in a cache folder if one is given."""
     with create_scratch() as scratch:
         built = scratch / f"kernels{SUFFIX}"
         compile_to(built, compiler)
         library = opened(built, compiler)
-        if danger:
+        if folder is None:
             return library
         try:
             write_cached(folder, stem, SUFFIX, built.read_bytes())
@@ -91,6 +101,21 @@ def _load(folder: Path, compiler: str) -> ctypes.CDLL:
                 error,
             )
     return library
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Let one process at a time compile for a folder; a folder that cannot be locked is not."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting for another process that compiles the CPU kernels ...")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -188,7 +213,7 @@ class PassStruct(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("num_spans", "num_rows", "num_wanted", "num_layers")),
-        *((name, c_int32) for name in ("num_features", "unused")),
+        *((name, c_int32) for name in ("num_features", "is_context")),
         *((name, c_void_p) for name in ("spans", "parents", "tokens", "wanted")),
         *((name, c_void_p) for name in ("feature_layers", "features", "states", "fed_back")),
     )

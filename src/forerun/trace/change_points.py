@@ -264,6 +264,11 @@ class Cusum(Struct, kw_only=True):
         return self._has_returned(value - expected)
 
     @property
+    def current(self) -> float:
+        """The latest level that is known."""
+        return self.level.mean if self.level.num else self.changed_to
+
+    @property
     def excess(self) -> float:
         return max(self.up, self.down)
 
@@ -423,11 +428,14 @@ class Watcher(Struct, kw_only=True):
         """
         if not change.is_worse or self.series[change.series].worse <= 0:
             return None
+        usual = {n: c.current for n, c in self.series.items() if n.startswith(_POSITION)}
         for incident in self.incidents:
             falls = [each for each in incident.changes if each.series.startswith(_POSITION)]
             if incident.kind == "alarm" and incident.resolved_s is None and falls:
-                before, now = (1 + sum(f.before for f in falls), 1 + sum(f.now for f in falls))
-                if change.now / change.before <= _EXPLAINED * before / now:
+                before = usual | {fall.series: fall.before for fall in falls}
+                now = usual | {fall.series: fall.now for fall in falls}
+                rise = (1.0 + sum(before.values())) / (1.0 + sum(now.values()))
+                if change.now / change.before <= _EXPLAINED * rise:
                     return incident
         return None
 

@@ -64,6 +64,28 @@ def test_words_name_roles_interplay_and_changes():
         assert phrase in text
 
 
+def test_text_that_ends_elsewhere_is_no_rounding():
+    found = found_from(output_differs=True, output_ends_early=True)
+    labels = [each.scored.cause.label for each in found.causes]
+    assert found.verdict == "inconclusive" and "numerical_nondeterminism" not in labels[:1]
+
+
+def test_fewer_accepted_than_expected_is_the_verifiers_rule():
+    counts = {"k": 4, "num_drafts": 1000, "num_drafted": 4000, "num_accepted": 1700}
+    found = found_from(**counts, expected_accepted=2400.0)
+    assert found.verdict == "problem"
+    assert found.causes[0].scored.cause.label == "biased_accept_rule"
+    assert found_from(**counts, expected_accepted=1720.0).verdict != "problem"
+
+
+def test_a_single_token_is_no_tokens():
+    facts = {"k": 1, "draft_acceptance_rate": 0.8, "draft_cost": 0.1, "verify_cost": 1.1}
+    found = found_from(**facts, cycle_cost=1.3, num_drafts=1000)
+    text = " ".join(line for section in sections(found) for line in section.lines)
+    assert "drafting 1 token " in f"{text} " and "proposes 1 token," in text
+    assert re.search(r"\b1 (drafted )?(tokens|lines|drafts|checks)", text) is None
+
+
 def test_inconclusive_says_so_and_asks():
     found = found_from(batch=1, temperature=0.7)
     assert found.verdict == "inconclusive" and found.next_test is not None

@@ -13,8 +13,9 @@ from tests import heads, natives, tiny
 from forerun.control.base import Tree
 from forerun.control.named import FixedController
 from forerun.drafters.base import Drafter
-from forerun.drafters.dflash.drafter import DFlashDrafter
-from forerun.drafters.dflash.load import PackedLinear, load_dflash, read_dflash, write_dflash
+from forerun.drafters.dflash.drafter import DFlashDrafter, TorchBlocks
+from forerun.drafters.dflash.load import load_dflash, read_dflash, write_dflash
+from forerun.drafters.dflash.native import NativeBlocks
 from forerun.drafters.dflash.network import DFlashNetwork
 from forerun.drafters.registry import find_checkpoint
 from forerun.errors import ForerunError, IncompatibleDraft, InvalidModel
@@ -24,6 +25,7 @@ from forerun.testing.conformance import check_drafter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=1.0, seed=7)
+WALKED = replace(SEEDED, verification="walk")
 SHARED = [5, 9, 2, 7, 11, 4] * 3
 PROMPTS = [[*SHARED, 1, 2], [3, 1, 4], [*SHARED, 8], [6]]
 SLIDING = {"windows": (None, 4), "causal": (False, True)}
@@ -72,11 +74,17 @@ class Watched(Drafter):
         for request, proposal in zip(requests, proposals, strict=True):
             if proposal is None:
                 continue
-            network = self.whole or self.drafter.network
+            network = self.whole or self.drafter.blocks.network
             layers = network.config.feature_layers
             features = features_of(self.other, list(request.ids[:-1]), layers)
             logits = heads.slow_block(network, self.other, list(request.ids), features)
             tree, tokens = proposal.tree, proposal.tokens.tolist()
+            self.num_checked += len(tokens)
+            if (rows := proposal.draft_probs) is not None:
+                probs = logits[: len(tokens)].softmax(-1)
+                torch.testing.assert_close(rows, probs, atol=1e-5, rtol=0)
+                assert rows[range(len(tokens)), tokens].min() > 0
+                continue
             chain = logits.argmax(-1).tolist()[: max(tree.depths) + 1]
             for node in (-1, *range(len(tokens))):
                 children = [tokens[child] for child in tree.children(node)]
@@ -85,7 +93,6 @@ class Watched(Drafter):
                     least = row.topk(len(children)).values[-1]
                     assert row[children].min() >= least - 1e-4
             assert tokens[: len(chain)] == chain
-            self.num_checked += len(tokens)
         return proposals
 
     def observe(self, outcomes):
@@ -100,7 +107,7 @@ class Watched(Drafter):
 def test_proposals_equal_blocks_without_caches(base, target, changes, shape):
     drafter = DFlashDrafter(heads.dflash_network(target, **changes), target)
     watched = Watched(drafter, tiny.adapted(base))
-    for params in (GREEDY, SEEDED):
+    for params in (GREEDY, SEEDED, WALKED):
         plain = tiny.engine_over(target).generate(PROMPTS, params)
         engine = tiny.engine_over(
             target,
@@ -115,19 +122,80 @@ def test_proposals_equal_blocks_without_caches(base, target, changes, shape):
             found = engine.generate(PROMPTS, params)
             assert [o.token_ids for o in found] == [o.token_ids for o in plain]
     assert watched.num_checked > 60
-    assert not drafter._rows
+    assert not drafter.blocks._rows
 
 
-def test_the_kernels_of_the_target_compute_it(base, tmp_path):
+@pytest.mark.parametrize("changes", FORMS)
+def test_the_kernels_of_the_target_compute_it(base, tmp_path, changes):
     target = natives.native_model(base)
-    write_dflash(heads.dflash_network(target), tmp_path, target="t")
+    write_dflash(heads.dflash_network(target, **changes), tmp_path, target="t")
     drafter = Watched(load_dflash(tmp_path, target), tiny.adapted(base))
-    assert isinstance(drafter.drafter.network.fc, PackedLinear)
+    assert isinstance(drafter.drafter.blocks, NativeBlocks)
     drafter.whole = read_dflash(tmp_path)
     for params in (GREEDY, SEEDED):
         plain = tiny.engine_over(target).generate(PROMPTS, params)
         found = tiny.engine_over(target, drafter, k=4).generate(PROMPTS, params)
         assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    assert not drafter.drafter.blocks._slots
+
+
+ONE_LAYER = {"block_size": 12, "num_layers": 1, "windows": (None,), "causal": (False,)}
+MASKS = [
+    {"windows": windows, "causal": causal}
+    for windows in [(None, None), (None, 4), (1, 300)]
+    for causal in [(False, False), (True, True), (False, True)]
+]
+
+
+@pytest.mark.parametrize("changes", [*FORMS, *MASKS, ONE_LAYER])
+def test_kernels_and_torch_compute_the_same_logits(base, changes):
+    target = natives.native_model(base, max_context=512)
+    network = heads.dflash_network(target, scale=0.2, **changes)
+    runners = [TorchBlocks(network, target), NativeBlocks(network, target)]
+    runners[1].store.data.fill_(float("nan"))  # what was not written is not read
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape):
+        return torch.empty(shape).normal_(generator=generator)
+
+    appended = [{"a": 300, "b": 1}, {"c": 19, "a": 5}, {"a": 1, "b": 17, "c": 1}, {"b": 2}]
+    for number, sizes in enumerate(appended):
+        features = {
+            name: noise(size, len(network.config.feature_layers), target.hidden_size)
+            for name, size in sizes.items()
+        }
+        embedded = noise(len(sizes), network.config.block_size, network.config.hidden_size)
+        found = []
+        for runner in runners:
+            for name in sizes:
+                if runner.count_rows(name) is None or (number, name) == (2, "c"):
+                    runner.begin(name)
+            runner.append(features)
+            found.append(runner.predict([*sizes], embedded, 3))
+        assert runners[0].count_rows("a") == runners[1].count_rows("a")
+        torch.testing.assert_close(*found, atol=1e-4, rtol=0)
+
+
+def bytes_read(blocks):
+    weights = blocks.weights
+    return weights.kernels.library.forerun_decoder_bytes_read(weights.handle, 2)
+
+
+def test_networks_stored_in_8_bits_stay_so(base, tmp_path):
+    target = natives.native_model(base)
+    network = heads.dflash_network(target, scale=0.1)
+    found = []
+    for form in ("speculators", "int8"):
+        write_dflash(network, tmp_path / form, target="t", form=form)
+        blocks = load_dflash(tmp_path / form, target).blocks
+        blocks.begin("a")
+        generator = torch.Generator().manual_seed(0)
+        blocks.append({"a": torch.empty(9, 3, 32).normal_(generator=generator)})
+        embedded = torch.empty(1, 5, 32).normal_(generator=generator)
+        found.append((blocks.predict(["a"], embedded, 4), bytes_read(blocks)))
+    (whole, num_bytes), (rounded, num_bytes_of_8) = found
+    assert num_bytes_of_8 < 0.6 * num_bytes
+    assert 0 < (whole - rounded).abs().max() < 0.05 * whole.abs().max()
 
 
 def test_it_conforms(target):
@@ -170,6 +238,21 @@ def without(name):
 
 def setting(**changes):
     return lambda settings, _: settings.update(changes)
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"windows": (4, 8), "causal": (True, True)},
+        {"windows": (4, 4), "causal": (False, True)},
+        {"windows": (None, None), "causal": (True, False)},
+    ],
+)
+def test_masks_that_its_file_cannot_state_are_not_written(target, tmp_path, masks):
+    network = heads.dflash_network(target, **masks)
+    with pytest.raises(InvalidModel, match="one sliding_window and one is_causal for all layers"):
+        write_dflash(network, tmp_path, target="t")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -227,4 +310,4 @@ def test_requests_without_features_are_decoded_plainly(target, caplog):
     plain = tiny.engine_over(target).generate(PROMPTS, GREEDY)
     assert [o.token_ids for o in found] == [o.token_ids for o in plain]
     assert len([message for message in caplog.messages if "no features" in message]) == 1
-    assert isinstance(drafter.network, DFlashNetwork)
+    assert isinstance(drafter.blocks.network, DFlashNetwork)

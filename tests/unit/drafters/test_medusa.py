@@ -30,6 +30,7 @@ from forerun.testing.conformance import check_drafter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=1.0, seed=3)
+WALKED = replace(SEEDED, verification="walk")
 PROMPTS = [[5, 9, 2, 7, 11, 4] * 3, [3, 1, 4], [5, 9, 2, 7, 11, 4] * 3 + [8], [6]]
 
 
@@ -152,13 +153,17 @@ class Watched(Drafter):
                 logits = expected_logits(self.drafter.heads, self.network, request.ids[:-1])
             ranked = logits.argsort(dim=-1, descending=True).tolist()
             tree, tokens = proposal.tree, proposal.tokens.tolist()
+            self.num_checked += len(tokens)
+            if (rows := proposal.draft_probs) is not None:
+                probs = logits[: len(tokens)].float().softmax(-1)
+                torch.testing.assert_close(rows, probs, atol=1e-5, rtol=0)
+                continue
             for node in range(len(tokens)):
                 children = [tokens[child] for child in tree.children(node)]
                 if children:
                     assert children == ranked[tree.depths[node]][: len(children)]
             roots = [tokens[child] for child in tree.children(-1)]
             assert roots == ranked[0][: len(roots)]
-            self.num_checked += len(tokens)
         return proposals
 
     def observe(self, outcomes):
@@ -169,7 +174,7 @@ class Watched(Drafter):
 
 
 @pytest.mark.parametrize("shape", [3, Tree(num_nodes=6, depth=3, width=3)], ids=["chain", "tree"])
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, WALKED], ids=["greedy", "seeded", "walked"])
 @pytest.mark.parametrize("runner", ["eager", "native"])
 def test_proposals_and_text(shape, params, runner):
     network = tiny.network()

@@ -46,6 +46,15 @@ def test_it_is_a_drafter_called_like_its_first():
     assert several.method == "suffix"
 
 
+def test_a_k_that_one_of_them_cannot_draft_is_refused():
+    short = tiny.drafting(tiny.tabular(0), 8)
+    short.max_k = 3
+    several = SeveralDrafters({"suffix": SuffixDrafter(), "short": short})
+    assert tiny.engine_over(tiny.tabular(0), several, num_speculative_tokens=3)
+    with pytest.raises(InvalidRequest, match="this short draft proposes at most 3 tokens per step"):
+        tiny.engine_over(tiny.tabular(0), several, num_speculative_tokens=4)
+
+
 def test_drafters_of_one_method_are_numbered():
     model = tiny.tabular(0)
     names = named_by_method([tiny.drafting(model, 8), SuffixDrafter(), tiny.drafting(model, 8)])

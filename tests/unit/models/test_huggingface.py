@@ -69,10 +69,10 @@ def test_rows_staged_past_a_table_of_positions_disturb_nothing():
         torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_nothing_is_left_to_train_or_to_drop_out():
-    model = adapt(network().train(), num_slots=1, max_context=8)
-    assert not model.network.training
-    assert not any(parameter.requires_grad for parameter in model.network.parameters())
+def test_nothing_is_dropped_out_and_parameters_may_still_be_trained():
+    model = adapt(network().train().requires_grad_(True), num_slots=1, max_context=8)
+    assert not any(module.training for module in model.network.modules())
+    assert all(parameter.requires_grad for parameter in model.network.parameters())
 
 
 def test_head_sees_only_wanted_rows():

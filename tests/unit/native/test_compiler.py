@@ -268,9 +268,10 @@ def test_no_folder_to_compile_in(write_compiler, tmp_path, monkeypatch):
 
 
 LOADS = """
-import sys
+import logging, sys
 from pathlib import Path
 from forerun.native.library import compiled_kernels
+logging.basicConfig(level=logging.INFO)
 assert compiled_kernels(Path(sys.argv[1])).forerun_interface() != 0
 """
 
@@ -289,18 +290,22 @@ def wait_for(path: Path) -> None:
     raise AssertionError(f"{path} never came")
 
 
-def test_two_processes_compile_at_the_same_time(write_compiler, tmp_path, library):
-    """Neither goes on before the other compiles too."""
-    meet = (
-        f'touch "{tmp_path}/$$.here"; '
-        f'while [ $(ls "{tmp_path}" | grep -c here) -lt 2 ]; do sleep 0.01; done; '
-    )
-    path = write_compiler(meet + copying(library))
-    processes = [start(tmp_path / "cache") for _ in range(2)]
-    for process in processes:
-        assert process.communicate(timeout=300)[1] == b""
+def test_of_two_processes_at_once_the_second_waits_for_the_first(write_compiler, tmp_path, library):
+    """The compiler ends when the second process has said what it does."""
+    body = f'while [ ! -e "{tmp_path}/second" ]; do sleep 0.01; done; '
+    path = write_compiler(f'{body}touch "{tmp_path}/ended"; {copying(library)}')
+    first = start(tmp_path / "cache")
+    wait_for(Path(f"{path}.log"))
+    second = start(tmp_path / "cache")
+    assert second.stderr is not None
+    said = b""
+    while b"the CPU kernels" not in said:  # "waiting for ...", or "compiling ..."
+        said = second.stderr.readline()
+    (tmp_path / "second").touch()
+    for process in (first, second):
+        process.communicate(timeout=300)
         assert process.returncode == 0
-    assert num_compilations(path) == 2
+    assert num_compilations(path) == 1
     (kept,) = (tmp_path / "cache").iterdir()
     assert kept.read_bytes() == library.read_bytes()
 

@@ -21,6 +21,7 @@ from forerun.doctor.audit.run import Audit
 from forerun.errors import InvalidRequest, UnreadableInput
 from forerun.measure.prompt_files import STREAM, read_entries
 from forerun.models.catalog import chat_prompts, held_out_prompts
+from forerun.terminal_text import write_count
 
 _MOST_PROMPTS, _JOINED_EVERY, _NUM_JOINED = 400, 10, 6
 """Most prompts; of the shipped ones, one in ten is several of them, one after the other."""
@@ -153,7 +154,8 @@ def encode_prompts(
         found.append(ids[:most])
     if num_cut:
         print(
-            f"{num_cut} prompts are cut to {most} tokens: the server's context holds {max_context}",
+            f"{write_count(num_cut, 'prompt')} cut to {most} tokens: the server's context holds "
+            f"{max_context}",
             file=sys.stderr,
         )
     return found

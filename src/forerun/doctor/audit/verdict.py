@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Literal
-
-from jinja2 import Environment, StrictUndefined
 
 from forerun.doctor.audit.config import FEW_TOKENS, ROUNDS
 from forerun.doctor.audit.endpoint import MOST_REQUESTS
@@ -23,7 +20,7 @@ from forerun.doctor.audit.ledger import (
 from forerun.doctor.audit.readings import DIRECTIONS
 from forerun.doctor.audit.run import Audit
 from forerun.doctor.audit.signatures import name_family
-from forerun.terminal_text import printable
+from forerun.terminal_text import write_count
 
 Status = Literal["no_deviation", "deviates", "cannot_judge"]
 
@@ -124,14 +121,17 @@ def _notes(audit: Audit) -> tuple[str, ...]:
     found += [
         f"requests of the kind {k!r} are left out: {why}" for k, why in progress.dropped.items()
     ]
-    found += [f"{num} answers failed: {why}" for why, num in progress.problems.most_common(3)]
+    most_common = progress.problems.most_common(3)
+    found += [f"{write_count(num, 'answer')} failed: {why}" for why, num in most_common]
     if progress.num_without_ids:
         found.append(
-            f"{progress.num_without_ids} answers without token ids: their tokens are not judged"
+            f"{write_count(progress.num_without_ids, 'answer')} without token ids, whose tokens "
+            "are not judged"
         )
     reported = getattr(audit.ledger.reference, "problems", ())
     if reported:
-        found.append(f"{len(reported)} answers report impossible probabilities: {reported[0]}")
+        num = write_count(len(reported), "answer")
+        found.append(f"impossible probabilities in {num}: {reported[0]}")
     if audit.ledger.reference is None:
         found.append("there is no reference: only the form of texts is checked")
     return tuple(found)
@@ -331,9 +331,6 @@ def places_in_words(profile: Mapping[int, Moments], steps: Mapping[int, Moments]
     return "The text, its first tokens included, deviates"
 
 
-_TEMPLATE = Path(__file__).with_name("page.html.j2")
-
-
 def spent_in_words(audit: Audit) -> str:
     """Return what the audit has cost."""
     spent, limits = audit.progress.spent, audit.config
@@ -368,27 +365,3 @@ def _list_places(places: Mapping[int, Moments]) -> list[dict[str, float]]:
         {"place": place, "num_tokens": moved.num, "mean": moved.mean, "error": moved.error}
         for place, moved in places.items()
     ]
-
-
-def page_of(audit: Audit, verdict: AuditVerdict) -> str:
-    """Return the report as an HTML page."""
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-    )
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
-        verdict=verdict,
-        spent=spent_in_words(audit),
-        profiles=(
-            ("Deviation by place in an answer", _list_places(verdict.profile)),
-            ("Deviation by place in a step", _list_places(verdict.steps)),
-        ),
-        tables=(
-            ("As served", audit.ledger.deviations("served")),
-            ("Without speculation", audit.ledger.deviations("control")),
-        ),
-        names=DIRECTIONS,
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
-from scipy.special import betaln, pdtrc
+from scipy.special import bdtr, betaln, pdtrc
 
 from forerun.doctor.evidence import (
     AS_FAST,
@@ -24,9 +24,11 @@ from forerun.doctor.evidence import (
 )
 from forerun.doctor.readers.trace_totals import (
     AFTER_PAUSE,
+    ALIKE_DRAFTS,
     MIN_STRETCHES,
     NO_FALL,
     NO_RECENT_PAUSE,
+    NUMBERED,
     OUTCOMES,
     PAUSING,
     Comparison,
@@ -37,6 +39,7 @@ from forerun.doctor.readers.trace_totals import (
     ends,
     read_totals,
 )
+from forerun.terminal_text import write_count
 from forerun.theory.acceptance import AcceptanceCounts, ngrams
 from forerun.theory.figures import (
     DURATIONS,
@@ -53,7 +56,7 @@ from forerun.theory.intervals import (
     wilson_interval,
 )
 from forerun.theory.record import RequestRecord, TraceHeader
-from forerun.trace.columns import Mask
+from forerun.trace.columns import Mask, Reals
 
 MIN_PAIRS = 50
 """Pairs of steps of a request from which changes of K are told; probes change it in short runs."""
@@ -95,8 +98,6 @@ def _add_counts(
     if is_limit(evidence):
         full = sum(n for (depth, accepted), n in counts.steps.items() if depth == accepted)
         evidence.note("full_accept_share", full / counts.num_steps, source)
-    none = sum(n for (_, accepted), n in counts.steps.items() if not accepted)
-    evidence.note("zero_accept_share", none / counts.num_steps, source)
     if (expected := totals.expected_accepted) > 0.0:
         ratio = counts.num_accepted / expected
         interval = normal_interval(ratio, math.sqrt(totals.squares) / expected)
@@ -453,7 +454,7 @@ def _add_acceptance_over_time(evidence: Evidence, totals: TraceTotals) -> None:
     points = []
     width = -(-len(ordered) // MAX_POINTS) or 1
     for start in range(0, len(ordered), width):
-        times_s, num_steps, num_first, _ = zip(*ordered[start : start + width], strict=True)
+        times_s, num_steps, num_first = zip(*ordered[start : start + width], strict=True)
         rate = sum(num_first) / max(1, sum(num_steps))
         points.append((times_s[0] - ordered[0][0], rate, float(sum(num_steps))))
     if points:
@@ -464,7 +465,7 @@ def _check_time(totals: TraceTotals) -> Iterator[EvidenceCheck]:
     """Test whether acceptance fell, at the moment at which it seems to fall most."""
     if len({(header.draft, header.draft_hash) for header in totals.headers}) > 1:
         return  # the drafts of several runs differ, whenever they ran
-    times_s, num_steps, num_first, _ = zip(*sorted(totals.over_time), strict=True)
+    times_s, num_steps, num_first = zip(*sorted(totals.over_time), strict=True)
     if (fall := find_fall(num_first, num_steps)) is not None:
         after_s = times_s[fall.cut] - times_s[0]
         yield EvidenceCheck(
@@ -477,8 +478,10 @@ def _check_time(totals: TraceTotals) -> Iterator[EvidenceCheck]:
         )
 
 
-MIN_OF_REQUEST = 3
-"""Drafts of a request from which on it counts that it accepts nothing."""
+MIN_OF_REQUEST, MAX_OF_REQUEST = 3, 100
+"""Drafts of a request: fewer do not show whether it accepts nothing, and more count as so many."""
+HARDLY_ANY = 0.05
+"""Share of accepted drafts up to which a request accepts nothing."""
 MIN_REFUSED = 0.04
 """Least share of requests that accept nothing; single texts may be foreign to a draft."""
 MEAN_GRID, PRECISION_GRID = np.linspace(0.02, 0.98, 49)[:, None], np.geomspace(1.0, 24.0, 10)
@@ -493,19 +496,20 @@ def _check_requests(stretches: Stretches) -> Iterator[EvidenceCheck]:
     places = stretches.by("all")
     request = np.unique(stretches.request_ids, return_inverse=True)[1][places.stretch]
     steps, first = (np.bincount(request, each) for each in (places.num_steps, places.num_first))
-    steps, first = steps[steps >= MIN_OF_REQUEST], first[steps >= MIN_OF_REQUEST]
-    num_refused = int((first == 0.0).sum())
+    scale = np.minimum(1.0, MAX_OF_REQUEST / steps)
+    steps, first = (np.rint(scale * each)[steps >= MIN_OF_REQUEST] for each in (steps, first))
+    num_refused = int((first <= HARDLY_ANY * steps).sum())
     if num_refused == len(steps):
         return
-    kinds, numbers = np.unique(np.stack([steps, first]), axis=1, return_counts=True)
     fit, refused = np.zeros((2, len(MEAN_GRID), len(PRECISION_GRID)))
-    hits, misses = MEAN_GRID * PRECISION_GRID, (1.0 - MEAN_GRID) * PRECISION_GRID
-    for (num, accepted), number in zip(kinds.T, numbers, strict=True):
-        none = np.exp(betaln(hits, misses + num) - betaln(hits, misses))
-        refused += number * none
-        if accepted:
-            log = betaln(hits + accepted, misses + num - accepted) - betaln(hits, misses)
-            fit += number * (log - np.log1p(-none))
+    for num in np.unique(steps):
+        most = math.floor(HARDLY_ANY * num)
+        none = sum(np.exp(_log_beta_binomial(num, accepted)) for accepted in range(most + 1))
+        of_length = first[steps == num]
+        refused += len(of_length) * none
+        others = np.unique(of_length[of_length > most], return_counts=True)
+        for accepted, number in zip(*others, strict=True):
+            fit += number * (_log_beta_binomial(num, accepted) - np.log1p(-none))
     expected = float(refused[fit >= fit.max() - FITTING].max())
     yield EvidenceCheck(
         name="requests_accept_nothing",
@@ -516,12 +520,22 @@ def _check_requests(stretches: Stretches) -> Iterator[EvidenceCheck]:
     )
 
 
+def _log_beta_binomial(num: float, accepted: float) -> Reals:
+    """Return the log-probability that so many of a request's drafts are accepted, on the grid."""
+    hits, misses = MEAN_GRID * PRECISION_GRID, (1.0 - MEAN_GRID) * PRECISION_GRID
+    log = betaln(hits + accepted, misses + num - accepted) - betaln(hits, misses)
+    found: Reals = log + math.log(math.comb(int(num), int(accepted)))
+    return found
+
+
 MIN_DOUBTED = 20
-"""Drafts of a request, or accepted tokens of a trace, from which on what is unusual is said."""
-OUTAGE_REQUESTS, OUTAGE_LEVEL = 3, 1e-4
-"""Least requests in a stretch of time that accepts nothing, and its largest probability."""
-APART = (0.05, 0.3, 0.1)
-"""Acceptance of bad requests at most, of all others at least, and the least share of bad ones."""
+"""Drafts of a pattern, or accepted tokens of a trace, from which on what is unusual is said."""
+LEAST_REQUESTS, DOUBT_LEVEL = 3, 1e-4
+"""Least requests of drafts that accept nothing, and the largest probability of their pattern."""
+LEAST_OTHERS = 0.3
+"""Least acceptance of the other drafts where some accept nothing."""
+MIN_ROUNDS = 3
+"""How often at least a period recurs."""
 MOST_OTHER = 0.9
 """Share of a step outside drafting and pass, from which on it is unusual."""
 
@@ -537,64 +551,51 @@ def _find_doubts(totals: TraceTotals, evidence: Evidence) -> Iterator[str]:
     is_other = other_s is not None and cycle_s and other_s >= MOST_OTHER * cycle_s
     if other_s is not None and cycle_s and is_other and "speedup" not in evidence:
         yield f"{other_s / cycle_s:.0%} of a step is neither drafting nor the pass (other_s)"
-    if {METHODS.get(name) for name in totals.methods} & {"ngram"} or evidence.flag(
-        "acceptance_zero"
-    ):
+    if {METHODS.get(name) for name in totals.methods} & {"ngram"}:
         return  # copies are accepted as the text goes
-    yield from _find_outage(totals)
-    yield from _find_bad_requests(totals.stretches)
+    if len(totals.drafting_steps) >= LEAST_REQUESTS:
+        yield from _find_refused_phase(totals)
+        yield from _find_outage(totals)
 
 
 def _find_outage(totals: TraceTotals) -> Iterator[str]:
-    """Find a stretch of time in which several requests accepted nothing, as at no other time.
-
-    At the ends of a trace it has to be longer, because the first or last drafts of all requests may
-    be there.
-    """
+    """Find a time at which the drafts of several requests accept nothing, as at no other time."""
     if len({(header.draft, header.draft_hash) for header in totals.headers}) > 1:
         return
-    points: list[tuple[float, int, int, int]] = sorted(totals.over_time)
-    if not points:
-        return
-    steps, first = (sum(point[i] for point in points) for i in (1, 2))
-    steps_of_none = requests = 0
-    begun_s = 0.0
-    for at_s, num_steps, num_first, num_requests in [*points, (math.inf, 0, 1, 0)]:
-        if not num_first:
-            begun_s = begun_s if steps_of_none else at_s
-            steps_of_none, requests = steps_of_none + num_steps, max(requests, num_requests)
-            continue
-        is_inside = begun_s > points[0][0] and at_s < math.inf
-        least = MIN_DOUBTED if is_inside else max(MIN_DOUBTED, 2 * requests)
-        if steps > steps_of_none >= least and requests >= OUTAGE_REQUESTS:
-            none = 1.0 - first / (steps - steps_of_none)
-            trials = max(requests, steps_of_none / 10.0)
-            if len(points) * none**trials <= OUTAGE_LEVEL:
-                ends_s = min(at_s, points[-1][0]) - points[0][0]
-                yield (
-                    f"none of {steps_of_none} drafts of {requests} requests or more is accepted "
-                    f"from {begun_s - points[0][0]:.1f} to {ends_s:.1f} s after the first draft, "
-                    f"and {1.0 - none:.0%} are at other times"
-                )
-                return
-        steps_of_none = requests = 0
-
-
-def _find_bad_requests(stretches: Stretches) -> Iterator[str]:
-    """Find requests that accept hardly anything where no other request accepts little."""
-    places = stretches.by("all")
-    request = np.unique(stretches.request_ids, return_inverse=True)[1][places.stretch]
-    steps, first = (np.bincount(request, each) for each in (places.num_steps, places.num_first))
-    rates = first[steps >= MIN_DOUBTED] / steps[steps >= MIN_DOUBTED]
-    most, least, share = APART
-    bad = rates <= most
-    lowest = float(rates[~bad].min(initial=1.0))
-    is_common = max(OUTAGE_REQUESTS, share * len(rates)) <= bad.sum() < len(rates)
-    if is_common and lowest >= least:
+    run, counts = totals.longest_refused, totals.acceptance
+    accepted = sum(n for (_, accepted), n in counts.steps.items() if accepted)
+    share = accepted / max(1, counts.num_steps - run.num_drafts)
+    is_rare = counts.num_steps * (1.0 - share) ** run.num_trials <= DOUBT_LEVEL
+    if len(run.request_ids) >= LEAST_REQUESTS and share >= LEAST_OTHERS and is_rare:
+        start_s = min(totals.over_time)[0]
         yield (
-            f"{bad.sum()} of {len(rates)} requests accept {most:.0%} of their drafts or fewer at "
-            f"position 1, and all others {lowest:.0%} or more"
+            f"none of {run.num_drafts} drafts of {len(run.request_ids)} requests is accepted from "
+            f"{max(0.0, run.begun_s - start_s):.1f} to {run.ended_s - start_s:.1f} s after the "
+            f"first draft, and {share:.0%} are at other times"
         )
+
+
+def _find_refused_phase(totals: TraceTotals) -> Iterator[str]:
+    """Find a period at which drafts accept nothing, and those between them as usual."""
+    if len(totals.methods) > 1:
+        return  # a controller may try another drafter every so many steps
+    num_drafts = totals.acceptance.num_steps
+    rounds = num_drafts / len(totals.drafting_steps), totals.cycles.total.num_cycles, num_drafts
+    num_rounds = dict(zip(NUMBERED, rounds, strict=True))
+    for (period, name), (drafts, refused) in sorted(totals.phases.items()):
+        phase = np.argmax(refused / np.maximum(1, drafts))
+        num, accepted = drafts[phase], drafts[phase] - refused[phase]
+        share = ((drafts - refused).sum() - accepted) / max(1, drafts.sum() - num)
+        trials = accepted // ALIKE_DRAFTS, num // ALIKE_DRAFTS  # a phase may be one text's
+        p_value = len(totals.phases) * period * bdtr(*trials, share)
+        is_seen = num >= MIN_DOUBTED and num_rounds[name] >= MIN_ROUNDS * period
+        is_bad = accepted <= HARDLY_ANY * num and share >= LEAST_OTHERS
+        if is_seen and is_bad and p_value <= DOUBT_LEVEL:
+            yield (
+                f"one in {period} {name}, at regular intervals, accepts nothing ({accepted} of "
+                f"{num} drafts accept a token), and {share:.0%} of the others do"
+            )
+            return
 
 
 METHODS: Mapping[str, str] = load_table("engines")["methods"]["forerun"]
@@ -710,12 +711,12 @@ def evidence_of(totals: TraceTotals, name: str) -> Evidence:
         evidence.changes.append(f"acceptance fell at {words}")
     if totals.num_empty:
         evidence.conflicts.append(
-            f"{totals.num_empty} steps without a draft emit nothing, where the target's pass gives "
-            "one token"
+            f"{write_count(totals.num_empty, 'step')} without a draft emitted nothing, where the "
+            "target's pass gives one token"
         )
     if totals.num_contradictory:
         evidence.conflicts.append(
-            f"{totals.num_contradictory} of {totals.acceptance.num_steps} drafting steps emit "
+            f"{totals.num_contradictory} of {totals.acceptance.num_steps} drafting steps emitted "
             "something else than what they accept and one more token"
         )
     if not (evidence.flag("acceptance_fell_in_run") or evidence.flag("requests_accept_nothing")):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as dataclass_replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from forerun.trace.columns import (
     pieces_of,
 )
 from forerun.trace.cycles import CyclesByKind, seconds_by
-from forerun.trace.files import read_trace
+from forerun.trace.files import Item, read_trace
 
 MIN_REQUESTS = 8
 STRETCH_STEPS = 64
@@ -312,6 +313,33 @@ KEPT = 50_000
 """Most output tokens that are kept to measure repetition."""
 SLICES = 32
 """Number of points of the series over time for each block of steps."""
+ALIKE_DRAFTS = 5
+"""Consecutive drafts of one text that count as one, because they are alike."""
+PERIODS = range(2, 21)
+"""Periods at which drafts that accept nothing are looked for."""
+NUMBERED = {"steps of a request": "step", "cycles": "cycle_id", "drafts": "draft"}
+"""What is numbered, and by which column, to see whether every so many of them accept nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RefusedRun:
+    """Consecutive drafts of a trace of which none is accepted."""
+
+    begun_s: float = 0.0
+    ended_s: float = 0.0
+    num_drafts: int = 0
+    request_ids: set[str] = field(default_factory=set)
+
+    @property
+    def num_trials(self) -> float:
+        """Drafts that count as independent ones."""
+        return max(len(self.request_ids), self.num_drafts / ALIKE_DRAFTS)
+
+    def add(self, step: StepRecord) -> None:
+        self.begun_s = self.begun_s if self.num_drafts else step.t_s
+        self.ended_s = step.t_s
+        self.num_drafts += 1
+        self.request_ids.add(step.request_id)
 
 
 PAUSING = frozenset({"suffix"})
@@ -347,7 +375,11 @@ class TraceTotals:
         stretches: acceptance of drafting steps by stretch and by properties of the steps.
         num_off: decode steps with K = 0.
         over_time: mean time of slices of the trace, their drafting steps, and how many of these
-            accepted at least one token, and of how many requests they are.
+            accepted at least one token.
+        refused: the present run of drafts that accept nothing, without first ones of requests.
+        longest_refused: the longest of these runs.
+        phases: for each of `NUMBERED` and of `PERIODS`, the drafts, and those that accept nothing,
+            by the remainder of their number. First ones of requests are left out.
         num_pairs: decode steps whose previous step is in the trace.
         num_k_changes: how many of these pairs have different K.
         k_swing: sums over the pairs of twice the rises of K, and of K.
@@ -379,7 +411,10 @@ class TraceTotals:
     drafting_steps: Counter[str] = field(default_factory=Counter)
     request_steps: Counter[str] = field(default_factory=Counter)
     num_off: int = 0
-    over_time: list[tuple[float, int, int, int]] = field(default_factory=list)
+    over_time: list[tuple[float, int, int]] = field(default_factory=list)
+    refused: RefusedRun = field(default_factory=RefusedRun)
+    longest_refused: RefusedRun = field(default_factory=RefusedRun)
+    phases: dict[tuple[int, str], Ints] = field(default_factory=dict)
     num_pairs: int = 0
     num_k_changes: int = 0
     num_k_rises: int = 0
@@ -443,7 +478,9 @@ class TraceTotals:
         self.num_tokens += int(block.columns["num_emitted"].sum())
         self._add_cycles(block)
         self._add_records(block.records)
-        self._add_times(chosen(block.columns, block.columns["num_drafted"] > 0))
+        in_order = chosen(block.columns, block.columns["num_drafted"] > 0)
+        self._add_times(in_order)
+        self._add_phases(in_order)
         steps = with_previous(block.columns)
         self._add_changes(steps)
         is_plain = (steps["num_drafted"] == 0) & (steps["num_prefill_rows"] == 0)
@@ -490,6 +527,8 @@ class TraceTotals:
             if record.num_drafted:
                 self.methods[record.method] += 1
                 self.drafting_steps[record.request_id] += 1
+                if self.drafting_steps[record.request_id] > 1:
+                    self._add_to_run(record)
                 if record.acceptance_probability is not None:
                     overlap += record.acceptance_probability
                     num_known += 1
@@ -515,14 +554,46 @@ class TraceTotals:
         for start in range(0, len(times_s), size):
             part = accepted[start : start + size]
             mean_s = float(times_s[start : start + size].mean())
-            requests = len(np.unique(drafting["request"][start : start + size]))
-            self.over_time.append((mean_s, len(part), int(part.sum()), requests))
+            self.over_time.append((mean_s, len(part), int(part.sum())))
+
+    def _add_phases(self, drafting: Columns) -> None:
+        numbered = {
+            **drafting,
+            "draft": self.acceptance.num_steps + np.arange(len(drafting["step"])),
+        }
+        is_later = np.ones(len(drafting["step"]), np.bool_)
+        is_later[np.unique(drafting["request"], return_index=True)[1]] = False
+        later = chosen(numbered, is_later)
+        is_refused = later["num_accepted"] == 0
+        for period, (name, column) in product(PERIODS, NUMBERED.items()):
+            phase = later[column] % period
+            counted = np.stack(
+                [np.bincount(p, minlength=period) for p in (phase, phase[is_refused])]
+            )
+            self.phases[period, name] = self.phases.get((period, name), 0) + counted
+
+    def _add_to_run(self, step: StepRecord) -> None:
+        if step.num_accepted:
+            self.refused = RefusedRun()
+            return
+        self.refused.add(step)
+        if self.refused.num_trials > self.longest_refused.num_trials:
+            self.longest_refused = self.refused
 
 
 def read_totals(path: Path) -> TraceTotals:
     """Read a trace, up to the limits; raises InvalidTrace if nothing of it can be read."""
+    return sum_trace(read_trace(path))
+
+
+def sum_trace(items: Iterable[Item], request_id: str | None = None) -> TraceTotals:
+    """Return the totals of a trace, up to the limits, or of one request of it."""
     totals = TraceTotals()
-    for piece in pieces_of(read_trace(path)):
+    for piece in pieces_of(
+        item
+        for item in items
+        if request_id is None or getattr(item, "request_id", None) == request_id
+    ):
         totals.add(piece)
         if totals.limit:
             break

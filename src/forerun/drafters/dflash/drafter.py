@@ -7,7 +7,8 @@ on all mask rows; the first K of these are used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,6 +21,35 @@ from forerun.drafters.dflash.network import DFlashNetwork, mask_block, mask_cont
 from forerun.drafters.heads import Attend
 from forerun.drafters.marginals import MarginalDrafter
 from forerun.models.base import LanguageModel
+
+
+class BlockRunner(ABC):
+    """Runs the blocks of requests after the rows of their contexts, which it keeps."""
+
+    @abstractmethod
+    def begin(self, request_id: str) -> None:
+        """Begin a request without rows, in place of what there is of it."""
+
+    @abstractmethod
+    def count_rows(self, request_id: str) -> int | None:
+        """Return the number of context rows of a request; None where it was not begun."""
+
+    @abstractmethod
+    def append(self, features: Mapping[str, Float[Tensor, "rows layers width"]]) -> None:
+        """Add the rows that these features of the target belong to, by request."""
+
+    @abstractmethod
+    def predict(
+        self,
+        request_ids: Sequence[str],
+        embedded: Float[Tensor, "requests block width"],
+        num_positions: int,
+    ) -> Float[Tensor, "rows vocab"]:
+        """Return the logits of the first rows after the anchors, row by row of the block."""
+
+    @abstractmethod
+    def forget(self, request_id: str) -> None:
+        """Drop the rows of a request; unknown ids are ignored."""
 
 
 class ContextRows:
@@ -58,54 +88,56 @@ class ContextRows:
             self._stored = grown
 
 
-class DFlashDrafter(MarginalDrafter):
-    """Drafts chains and trees from the marginals of a DFlash network."""
-
-    method = "dflash"
+class TorchBlocks(BlockRunner):
+    """Runs blocks in torch, on any device."""
 
     def __init__(self, network: DFlashNetwork, target: LanguageModel) -> None:
-        config = network.config
-        self.network = network
-        self.target = target
-        self.num_positions = self.max_k = config.max_tokens
-        self.required_features = tuple(sorted(set(config.feature_layers)))
-        self._columns = [self.required_features.index(layer) for layer in config.feature_layers]
-        if config.own_output:
-            self.target_ids = network.target_ids
+        self.network, self.target = network, target
         self._rows: dict[str, ContextRows] = {}
-        self._mask_row = self._embed([config.mask_token_id])[0]
 
-    def _embed(self, tokens: Sequence[int]) -> Float[Tensor, "rows width"]:
-        ids = torch.tensor(tokens, device=self.target.device)
-        if self.network.embed_tokens is None:
-            return self.target.embed(ids).to(self.network.fc.weight.dtype)
-        embedded: Tensor = self.network.embed_tokens(ids)
-        return embedded
+    def begin(self, request_id: str) -> None:
+        self._rows[request_id] = ContextRows(self.network)
 
-    def is_ready(self, request: DraftRequest) -> bool:
-        rows = self._rows.get(request.request_id)
-        return rows is not None and rows.num_rows == len(request.ids) - 1
+    def count_rows(self, request_id: str) -> int | None:
+        rows = self._rows.get(request_id)
+        return None if rows is None else rows.num_rows
+
+    def append(self, features: Mapping[str, Float[Tensor, "rows layers width"]]) -> None:
+        weight = self.network.fc.weight
+        together = torch.cat([*features.values()]).to(weight.device, weight.dtype)
+        rows, sizes = [self._rows[name] for name in features], [*map(len, features.values())]
+        places = [
+            torch.arange(of.num_rows, of.num_rows + size)
+            for of, size in zip(rows, sizes, strict=True)
+        ]
+        layers = self.network.read_context(together, torch.cat(places).to(weight.device))
+        keys, values = (
+            [part.split(sizes) for part in parts] for parts in zip(*layers, strict=True)
+        )
+        for at, of_request in enumerate(rows):
+            own = ([part[at] for part in parts] for parts in (keys, values))
+            of_request.append([*zip(*own, strict=True)])
 
     def predict(
-        self, requests: Sequence[DraftRequest], num_positions: int
-    ) -> Float[Tensor, "positions requests vocab"]:
+        self,
+        request_ids: Sequence[str],
+        embedded: Float[Tensor, "requests block width"],
+        num_positions: int,
+    ) -> Float[Tensor, "rows vocab"]:
         config = self.network.config
-        anchors = self._embed([request.ids[-1] for request in requests])
-        shape = (len(requests), config.max_tokens, -1)
-        embedded = torch.cat([anchors[:, None], self._mask_row.expand(shape)], dim=1)
-        starts = torch.tensor([len(request.ids) - 1 for request in requests])
+        rows = [self._rows[name] for name in request_ids]
+        starts = torch.tensor([of_request.num_rows for of_request in rows])
         positions = (starts[:, None] + torch.arange(config.block_size)).to(embedded.device)
-        rows = [self._rows[request.request_id] for request in requests]
         attends: list[Attend] = [
             partial(self._attend, rows, layer) for layer in range(config.num_layers)
         ]
+        embedded = embedded.to(self.network.fc.weight.dtype)
         states = self.network(embedded, positions, attends)[:, :num_positions]
         states = states.transpose(0, 1).flatten(0, 1)
         if self.network.lm_head is None:
-            logits = self.target.head(states.to(self.target.dtype))
-        else:
-            logits = self.network.lm_head(states)
-        return logits.view(num_positions, len(requests), -1)
+            return self.target.head(states.to(self.target.dtype))
+        logits: Tensor = self.network.lm_head(states)
+        return logits
 
     def _attend(
         self,
@@ -136,33 +168,71 @@ class DFlashDrafter(MarginalDrafter):
             mask[:, start:] = block
         return mask.to(device)
 
-    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Compute keys and values of committed rows from the target's features."""
-        given = []
-        for outcome in outcomes:
-            if outcome.first_row == 0:
-                self._rows[outcome.request_id] = ContextRows(self.network)
-            rows = self._rows.get(outcome.request_id)
-            if outcome.features is None:
-                self.warn_of_missing(outcome)
-            elif rows is not None and rows.num_rows == outcome.first_row and outcome.num_rows:
-                given.append((outcome, rows))
-        if given:
-            self._append(given)
-
-    @torch.inference_mode()
-    def _append(self, given: Sequence[tuple[StepOutcome, ContextRows]]) -> None:
-        weight = self.network.fc.weight
-        features = torch.cat([outcome.features for outcome, _ in given])  # type: ignore[misc]
-        features = features[:, self._columns].to(weight.device, weight.dtype)
-        places = [torch.arange(o.first_row, o.first_row + o.num_rows) for o, _ in given]
-        layers = self.network.read_context(features, torch.cat(places).to(weight.device))
-        sizes = [outcome.num_rows for outcome, _ in given]
-        keys, values = (
-            [part.split(sizes) for part in parts] for parts in zip(*layers, strict=True)
-        )
-        for at, (_, rows) in enumerate(given):
-            rows.append([*zip((k[at] for k in keys), (v[at] for v in values), strict=True)])
-
     def forget(self, request_id: str) -> None:
         self._rows.pop(request_id, None)
+
+
+class DFlashDrafter(MarginalDrafter):
+    """Drafts chains and trees from the marginals of a DFlash network.
+
+    Args:
+        blocks: what runs the network; None: torch.
+    """
+
+    method = "dflash"
+
+    def __init__(
+        self, network: DFlashNetwork, target: LanguageModel, blocks: BlockRunner | None = None
+    ) -> None:
+        config = self.config = network.config
+        self.blocks = TorchBlocks(network, target) if blocks is None else blocks
+        self.target = target
+        self.num_positions = self.max_k = config.max_tokens
+        self.required_features = tuple(sorted(set(config.feature_layers)))
+        columns = [self.required_features.index(layer) for layer in config.feature_layers]
+        self._columns = None if columns == [*range(len(self.required_features))] else columns
+        if config.own_output:
+            self.target_ids = network.target_ids
+        self._embedding = network.embed_tokens
+        # Per request; the first row is that of the anchor.
+        self._embedded = self._embed([config.mask_token_id] * config.block_size)[None]
+
+    def _embed(self, tokens: Sequence[int]) -> Float[Tensor, "rows width"]:
+        ids = torch.tensor(tokens, device=self.target.device)
+        if self._embedding is None:
+            return self.target.embed(ids).float()
+        embedded: Tensor = self._embedding(ids).float()
+        return embedded
+
+    def is_ready(self, request: DraftRequest) -> bool:
+        return self.blocks.count_rows(request.request_id) == len(request.ids) - 1
+
+    def predict(
+        self, requests: Sequence[DraftRequest], num_positions: int
+    ) -> Float[Tensor, "positions requests vocab"]:
+        if len(requests) > len(self._embedded):
+            self._embedded = self._embedded[:1].repeat(len(requests), 1, 1)
+        embedded = self._embedded[: len(requests)]
+        embedded[:, 0] = self._embed([request.ids[-1] for request in requests])
+        names = [request.request_id for request in requests]
+        logits = self.blocks.predict(names, embedded, num_positions)
+        return logits.view(num_positions, len(requests), -1)
+
+    @torch.inference_mode()
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Compute keys and values of committed rows from the target's features."""
+        features: dict[str, Tensor] = {}
+        for outcome in outcomes:
+            name = outcome.request_id
+            if outcome.first_row == 0:
+                self.blocks.begin(name)
+            if outcome.features is None:
+                self.warn_of_missing(outcome)
+            elif outcome.num_rows and self.blocks.count_rows(name) == outcome.first_row:
+                own = outcome.features
+                features[name] = own if self._columns is None else own[:, self._columns]
+        if features:
+            self.blocks.append(features)
+
+    def forget(self, request_id: str) -> None:
+        self.blocks.forget(request_id)

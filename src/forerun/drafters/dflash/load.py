@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
 
 from forerun.drafters.base import check_made_for
 from forerun.drafters.dflash.drafter import DFlashDrafter
+from forerun.drafters.dflash.native import NativeBlocks
 from forerun.drafters.dflash.network import (
     DFlashNetwork,
     is_dflash,
     make_settings,
     read_dflash_config,
 )
-from forerun.drafters.eagle3.drafter import pack_matrix
 from forerun.drafters.heads import (
     check_head_tensors,
     check_layers_of,
     fill_head,
+    is_stored_in_int8,
     read_head_tensors,
     read_target_ids,
     write_head_files,
 )
-from forerun.errors import InvalidModel
+from forerun.errors import InvalidModel, RunnerUnavailable
+from forerun.models.architecture import WeightFormat
 from forerun.models.base import LanguageModel
 from forerun.models.checkpoint import read_object
 from forerun.models.runner.native import NativeModel
-from forerun.models.runner.packed import PackedWeights
+
+logger = logging.getLogger("forerun.loading")
 
 RENAMED = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
 """Names of tensors in transformers, and those used here."""
@@ -77,36 +79,20 @@ def read_dflash_for(folder: Path, target: LanguageModel) -> DFlashNetwork:
 
 
 def load_dflash(folder: Path, target: LanguageModel) -> DFlashDrafter:
-    """Load the DFlash network in a folder for a loaded target."""
+    """Load the DFlash network in a folder for a loaded target.
+
+    In the kernels of a native target its matrices keep 8 bits where they are stored in 8 bits, and
+    otherwise have the target's dtype.
+    """
     network = read_dflash_for(folder, target)
     if not network.config.own_output:  # a target without a matrix is refused before any request
         row = torch.zeros((1, target.hidden_size), dtype=target.dtype, device=target.device)
         target.head(row)
     network = network.requires_grad_(False)
     if isinstance(target, NativeModel):
-        pack_matrices(network, target)
-    else:
-        network = network.to(device=target.device, dtype=target.dtype)
-    return DFlashDrafter(network, target)
-
-
-class PackedLinear(nn.Module):
-    """A linear layer that runs in the kernels of a native target; rows are fp32."""
-
-    def __init__(self, weights: PackedWeights, matrix: Tensor) -> None:
-        super().__init__()
-        self.packed, self.num_outputs = weights, len(matrix)
-        self.weight = matrix.new_empty(0)  # for its dtype and device
-
-    def forward(self, rows: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
-        found = self.packed.apply_head(rows.flatten(0, -2), self.num_outputs)
-        return found.view(*rows.shape[:-1], self.num_outputs)
-
-
-def pack_matrices(network: DFlashNetwork, target: NativeModel) -> None:
-    """Replace the matrices of a network by packed ones."""
-    for module in [*network.modules()]:
-        for name, part in [*module.named_children()]:
-            if isinstance(part, nn.Linear):
-                packed = pack_matrix(network, part.weight, target)
-                setattr(module, name, PackedLinear(packed, part.weight))
+        try:
+            weights: WeightFormat = "int8" if is_stored_in_int8(folder) else "auto"
+            return DFlashDrafter(network, target, NativeBlocks(network, target, weights))
+        except RunnerUnavailable as error:
+            logger.info("the DFlash network runs in torch: %s", error)
+    return DFlashDrafter(network.to(device=target.device, dtype=target.dtype), target)

@@ -170,7 +170,7 @@ def make_settings(config: DFlashConfig, *, target: str, target_architecture: str
     )
     slides = [window is not None for window in config.windows]
     found = {"is_causal": config.causal[0]} if [*config.causal] != slides else {}
-    return {
+    settings = {
         **form,
         **found,
         LAYER_IDS: list(config.feature_layers),
@@ -179,6 +179,12 @@ def make_settings(config: DFlashConfig, *, target: str, target_architecture: str
         "sliding_window_non_causal": any(slides) and not any(config.causal),
         "sample_from_anchor": False,
     }
+    if _read_masks(settings, len(slides)) != (config.windows, config.causal):
+        raise InvalidModel(
+            f"layers with windows {config.windows} and causal {config.causal} cannot be written: "
+            "config.json has one sliding_window and one is_causal for all layers"
+        )
+    return settings
 
 
 class DFlashAttention(nn.Module):

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -28,14 +29,14 @@ from forerun.drafters.eagle3.head import Eagle3Head
 from forerun.drafters.heads import HeadModule, over_target_vocabulary, rotary_sizes
 from forerun.drafters.tree_growth import token_paths
 from forerun.errors import RunnerUnavailable
-from forerun.models.architecture import Architecture
+from forerun.models.architecture import Architecture, WeightFormat
 from forerun.models.attention import attend_blocks, plan_pass
 from forerun.models.base import Context, LanguageModel, ModelOutput, RowBatch, Span, StoredModel
 from forerun.models.decoder import Decoder, LayerWeights
 from forerun.models.kv_store import BlockedKVStore, ContiguousKVStore
 from forerun.models.memory import KVGeometry, geometry_of
 from forerun.models.runner.native import NativeModel
-from forerun.models.runner.packed import PackedWeights, create_decoder
+from forerun.models.runner.packed import PackedWeights, choose_formats, create_decoder
 from forerun.native.library import MatrixKind, PassStruct, VectorKind
 from forerun.sampling.proposal import Proposal
 
@@ -396,7 +397,7 @@ def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
     }
-    weights = _empty_weights(head, rotary_sizes(config)[0], target, flags)
+    weights = create_weights(head, rotary_sizes(config)[0], target, flags)
     num_parameters = weights.put_layer(0, _layer_of(head))
     norm = head.state_dict()["layers.0.hidden_norm.weight"]
     num_parameters += weights.put_vector(VectorKind.HIDDEN_NORM, 0, norm)
@@ -411,25 +412,38 @@ def packed(head: Eagle3Head, target: NativeModel) -> tuple[PackedWeights, int]:
 
 
 def pack_matrix(
-    head: HeadModule, matrix: Float[Tensor, "outputs inputs"], target: NativeModel
+    head: HeadModule,
+    matrix: Float[Tensor, "outputs inputs"],
+    target: NativeModel,
+    stored_as: WeightFormat = "auto",
 ) -> PackedWeights:
     """Pack a matrix of a head as the output matrix of a decoder without layers."""
     num_outputs, num_inputs = matrix.shape
     no_layers = replace(
         rotary_sizes(head.config)[0], num_layers=0, hidden_size=num_inputs, vocab_size=num_outputs
     )
-    weights = _empty_weights(head, no_layers, target)
+    weights = create_weights(head, no_layers, target, stored_as=stored_as)
     weights.put_matrix(MatrixKind.HEAD, 0, matrix)
     return weights
 
 
-def _empty_weights(
+def create_weights(
     head: HeadModule,
     architecture: Architecture,
     target: NativeModel,
     flags: Mapping[str, bool] = MappingProxyType({}),
+    stored_as: WeightFormat = "auto",
+    **options: Any,
 ) -> PackedWeights:
-    """Create a decoder of these sizes, without weights, in the target's kernels."""
+    """Create a decoder of these sizes, without weights and embedding, in the target's kernels.
+
+    Args:
+        flags: as for `create_decoder`.
+        options: further fields of `Decoder`.
+
+    Raises:
+        RunnerUnavailable: the kernels are not written for these sizes.
+    """
     decoder = Decoder(
         architecture=architecture,
         intermediate_size=head.config.intermediate_size,
@@ -437,9 +451,12 @@ def _empty_weights(
         inv_freq=head.inv_freq,
         rope_scale=head.rope_scale,
         tied=True,
+        **options,
     )
     kernels = target.weights.kernels
-    handle = create_decoder(decoder, target.dtype, kernels, flags)
+    formats = choose_formats(stored_as, architecture.num_layers)
+    flags = {"borrows_embedding": True, **flags}
+    handle = create_decoder(decoder, target.dtype, kernels, flags, formats)
     return PackedWeights(kernels, handle, head.config.norm_eps, target.dtype)
 
 

@@ -44,8 +44,7 @@ class KernelModel(StoredModel):
     ) -> None:
         super().__init__(architecture, store)
         self.weights = weights
-        _, num_slots, _, width, _ = store.data.shape
-        self.store_struct = StoreStruct(store.data.data_ptr(), num_slots, width)
+        self.store_struct = describe_store(store)
         self._calls: CycleCalls | None = None
 
     @property
@@ -57,6 +56,12 @@ class KernelModel(StoredModel):
         if self._calls is None:
             self._calls = CycleCalls(self)
         return self._calls.run(batch, most)
+
+
+def describe_store(store: BlockedKVStore) -> StoreStruct:
+    """Return a store as the kernels see it."""
+    _, num_slots, _, width, _ = store.data.shape
+    return StoreStruct(store.data.data_ptr(), num_slots, width)
 
 
 class Chains:

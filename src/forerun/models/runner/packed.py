@@ -174,9 +174,10 @@ def _list_layers(decoder: Decoder) -> array[int]:
     windows = decoder.windows or (None,) * num_layers
     rotations = decoder.rotations or (0,) * num_layers
     mixed = (False,) * num_layers if decoder.experts is None else decoder.experts.layers
+    blocks = [2 - is_causal for is_causal in decoder.causal_blocks] or [0] * num_layers
     listed = array("i")
-    for window, rotation, has_experts in zip(windows, rotations, mixed, strict=True):
-        listed.extend((window or 0, rotation, has_experts))
+    for window, *others in zip(windows, rotations, mixed, blocks, strict=True):
+        listed.extend((window or 0, *others))
     return listed
 
 

@@ -12,7 +12,12 @@ struct ForerunLayer {
     int32_t window;  // positions that a row sees, its own included; 0: all
     int32_t rope;    // which rotation turns queries and keys; -1: none
     int32_t has_experts;  // in place of one feed-forward
+    int32_t block;        // ForerunBlock
 };
+
+// Whether the rows of a span are a block, whose windows count from its first row, and whether each sees
+// all of it or no later rows.
+enum ForerunBlock { kNoBlock, kCausalBlock, kWholeBlock };
 
 // Sizes and constants; see models/decoder.py.
 struct ForerunSizes {
@@ -67,7 +72,8 @@ struct ForerunSpan {
 struct ForerunPass {
     int32_t num_spans, num_rows, num_wanted;
     int32_t num_layers;  // the first so many; then the last norm and the head
-    int32_t num_features, unused;
+    int32_t num_features;
+    int32_t is_context;  // only keys and values are computed, of the normed states for every layer
     const ForerunSpan* spans;
     const int32_t* parents;  // of all trees, one after another
     const int64_t* tokens;   // [num_rows]
@@ -76,7 +82,7 @@ struct ForerunPass {
     // [num_rows][num_features][hidden_size] in the element type: the residual stream entering these
     // layers (num_layers: what leaves the last one, before the last norm).
     void* features;
-    const float* states;  // [num_rows][hidden_size], of an attached head
+    const float* states;  // [num_rows][hidden_size], of an attached head; else in place of embeddings or null
     float* fed_back;  // [num_wanted][hidden_size], states of the rows behind those wanted, or null
 };
 

@@ -9,9 +9,9 @@
 
 namespace forerun {
 
-// Rows of one sequence that attend together.
+// Rows of one sequence that attend together, of a span at indices [start, end).
 struct AttendItem {
-    int first_row, num_rows;
+    int first_row, num_rows, start, end;
 };
 
 constexpr int kItemQueries = 12;
@@ -77,6 +77,7 @@ class Pass {
         const ForerunSizes& sizes = w_.sizes;
         const int num_rows = rows_.num_rows;
         walker.each(num_rows, [&](int row) { begin_row(row); });
+        if (rows_.is_context) return store_context(walker);
         for (int l = 0; l < rows_.num_layers; ++l) {
             const Layer& layer = w_.layers[l];
             walker.each(num_rows, [&](int row) {
@@ -115,6 +116,22 @@ class Pass {
     }
 
   private:
+    void store_context(Walker& walker) {
+        const int num_rows = rows_.num_rows, width = w_.sizes.hidden_size;
+        for (int l = 0; l < rows_.num_layers; ++l) {
+            const Layer& layer = w_.layers[l];
+            walker.each(num_rows, [&](int row) {
+                norm(row, layer.hidden_norm, row);
+                quantise(layer.qkv, s_.normed.data(), width, row);
+            });
+            const auto sink = [&](int panel, const float* sums) {
+                keep(sums, panel, num_rows, s_.qkv.data(), w_.qkv_rows);
+            };
+            multiply(walker, layer.qkv, s_.normed.data(), width, num_rows, sink, w_.query_rows / kPanel);
+            walker.each(num_rows, [&](int row) { rotate_and_store(layer, l, row); });
+        }
+    }
+
     void grow(int num_threads) {
         const ForerunSizes& sizes = w_.sizes;
         const auto fit = [](auto& vector, size_t size) {
@@ -177,7 +194,8 @@ class Pass {
                 s_.seen[row + offset] = seen;
             }
             for (int first = 0; first < num_rows; first += item_rows_)
-                s_.items.push_back({row + first, std::min(item_rows_, num_rows - first)});
+                s_.items.push_back({row + first, std::min(item_rows_, num_rows - first), span.start,
+                                    span.start + num_rows});
             parents += span.num_tree;
             row += num_rows;
         }
@@ -196,9 +214,9 @@ class Pass {
     void begin_row(int row) {
         const int num_pairs = w_.sizes.num_pairs;
         const size_t width = w_.sizes.hidden_size, at = row * width;
-        embedding_.embed(rows_.tokens[row], w_.sizes.is_attached ? &s_.embedded[at] : &s_.hidden[at]);
-        if (w_.sizes.is_attached)
-            std::memcpy(&s_.hidden[at], rows_.states + at, width * sizeof(float));
+        if (w_.sizes.is_attached) embedding_.embed(rows_.tokens[row], &s_.embedded[at]);
+        if (rows_.states) std::memcpy(&s_.hidden[at], rows_.states + at, width * sizeof(float));
+        else embedding_.embed(rows_.tokens[row], &s_.hidden[at]);
         float* rotation = &s_.rotations[row * rotation_size()];
         for (int rope = 0; rope < w_.sizes.num_ropes; ++rope, rotation += 2 * num_pairs)
             for (int i = 0; i < num_pairs; ++i) {
@@ -288,9 +306,11 @@ class Pass {
 
     template <class Sink>
     void multiply(Walker& walker, const Matrix& matrix, const T* x, int stride, int num_rows,
-                  Sink&& sink) {
+                  Sink&& sink, int first_panel = 0) {
         float* sums = s_.sums[walker.thread].data();
-        walker.each_ahead(num_rows ? matrix.num_panels : 0, [&](int panel, int next) {
+        walker.each_ahead(num_rows ? matrix.num_panels - first_panel : 0, [&](int item, int next) {
+            const int panel = first_panel + item;
+            if (next >= 0) next += first_panel;
             if (matrix.bits) multiply_panel(s_.quantised, 0, num_rows, matrix, panel, next, sums);
             else multiply_panel(x, stride, num_rows, matrix, panel, next, sums);
             sink(panel, sums);
@@ -518,14 +538,16 @@ class Pass {
 
     void attend(int index, const AttendItem& item, int kv_head, int thread) {
         const int dim = w_.sizes.head_dim, slot = s_.slots[item.first_row];
-        const int window = w_.kinds[index].window;
+        const int window = w_.kinds[index].window, block = w_.kinds[index].block;
         Query<T>* queries = s_.asked[thread].data();
         int num_queries = 0;
         for (int row = item.first_row; row < item.first_row + item.num_rows; ++row) {
-            const int first = window ? std::max(0, s_.positions[row] + 1 - window) : 0;
+            const int position = block ? item.start : s_.positions[row];
+            Seen seen = s_.seen[row].from(window ? std::max(0, position + 1 - window) : 0);
+            if (block == kWholeBlock) seen.end = item.end;
             for (int head = kv_head * groups_; head < (kv_head + 1) * groups_; ++head) {
                 const size_t at = size_t(row) * w_.query_rows + size_t(head) * dim;
-                queries[num_queries] = {&s_.queries[at], s_.seen[row].from(first),
+                queries[num_queries] = {&s_.queries[at], seen,
                                         &s_.scores[thread][num_queries * score_stride()],
                                         &s_.heads[at]};
                 ++num_queries;

@@ -14,6 +14,7 @@ from tests.unit.align.export.conftest import Pair
 
 from forerun.align.results import Serving, describe_pair, export_draft
 from forerun.errors import IncompatibleDraft, InvalidRequest
+from forerun.models.checkpoint import ModelFiles
 from forerun.sampling.config import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -89,6 +90,22 @@ def test_sglang_verifies_one_token_more_than_it_drafts(own: Pair) -> None:
         "speculative-eagle-topk": 1,
         "speculative-num-draft-tokens": 5,
     }
+
+
+def test_llama_cpp_gets_the_draft_as_a_gguf_file(own: Pair) -> None:
+    export_draft(["llama.cpp"], serving(own))
+    assert written(own, "llama.cpp") == {
+        "model": path_of_target(own),
+        "model-draft": "../serving/draft.gguf",
+        "spec-type": "draft-simple",
+        "spec-draft-n-max": 4,
+    }
+    file = ModelFiles.open(own.draft / "serving" / "draft.gguf")
+    assert file.sizes.num_layers == ModelFiles.open(own.draft).sizes.num_layers
+    page = (own.draft / "serving" / "README.md").read_text()
+    assert "--model-draft ../serving/draft.gguf" in page and "convert_hf_to_gguf.py" in page
+    export_draft(["llama.cpp"], serving(own, SAMPLED))
+    assert written(own, "llama.cpp")["spec-draft-sampling"] == "probabilistic"
 
 
 def test_a_page_shows_the_commands_and_they_survive_a_shell(own: Pair) -> None:

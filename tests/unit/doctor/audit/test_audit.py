@@ -22,7 +22,7 @@ from forerun.doctor.audit.records import AuditAnswer, Question, StateFile
 from forerun.doctor.audit.reference import ReportedLogprobs, _compute_listed_probs
 from forerun.doctor.audit.run import Audit
 from forerun.doctor.audit.verdict import decide_cause, judge
-from forerun.errors import InvalidRequest, UnreadableInput
+from forerun.errors import InvalidRequest
 
 PROMPTS = [(n % VOCAB_SIZE, 3 * n % VOCAB_SIZE) for n in range(20)]
 SAMPLED = (replace(KINDS[0], share=1.0),)
