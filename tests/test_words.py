@@ -36,12 +36,14 @@ CLEAN: tuple[str, ...] = (
     "native",
     "plan",
     "provenance.py",
+    "record_file.py",
     "sampling",
     "server",
     "terminal_text.py",
     "testing",
     "theory",
     "trace",
+    "tune",
 )
 BANNED = re.compile(
     r"(?<![a-z])(law|laws|lawful|lawless|glances?|glanced|glancing|wish|wishes|wished|landmarks?|loyalty|loyal|"

@@ -8,7 +8,7 @@ from typing import Any
 from forerun.theory.intervals import Interval
 from forerun.tune.arms import Arm, Load, Speculation
 from forerun.tune.check import ExactnessCheck
-from forerun.tune.drafting import Drafting
+from forerun.tune.drafting import DraftingCounts
 from forerun.tune.report import ArmResult, LoadResult, TuneReport
 
 ONE, MANY = Load(clients=1), Load(clients=16)
@@ -50,7 +50,7 @@ def make_result(name: str, speedup: float, rate: float = 40.0, **others: Any) ->
 
 def make_report() -> TuneReport:
     """Return a report in which n-grams win at one client, and nothing at sixteen."""
-    counts = Drafting(
+    counts = DraftingCounts(
         num_drafts=100, num_drafted=400, num_accepted=150, accepted_per_position=(70, 50, 20, 10)
     )
     rows = (
@@ -59,7 +59,7 @@ def make_report() -> TuneReport:
         make_result(
             "eagle3 head K=3",
             0.8,
-            drafting=Drafting(num_drafts=100, num_drafted=300, num_accepted=100),
+            drafting=DraftingCounts(num_drafts=100, num_drafted=300, num_accepted=100),
             equal_texts=0.97,
             reason="0.61 (0.58–0.64) of the tokens/s of ngram K=4, 3 blocks",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.tune.drafting import Drafting, compare_pages
+from forerun.tune.drafting import DraftingCounts, compare_pages
 
 
 def page(prefix: str, drafts: int, drafted: int, accepted: tuple[int, ...]) -> str:
@@ -21,7 +21,7 @@ def page(prefix: str, drafts: int, drafted: int, accepted: tuple[int, ...]) -> s
 @pytest.mark.parametrize("prefix", ["vllm:spec_decode", "llamacpp:spec_decode"])
 def test_counters_of_two_pages_are_subtracted(prefix: str) -> None:
     found = compare_pages(page(prefix, 10, 30, (8, 5, 1)), page(prefix, 30, 90, (24, 15, 7)))
-    assert found == Drafting(
+    assert found == DraftingCounts(
         num_drafts=20, num_drafted=60, num_accepted=32, accepted_per_position=(16, 10, 6)
     )
     assert found.acceptance_length == pytest.approx(1 + 32 / 20)
@@ -43,4 +43,6 @@ def test_sglang_counts_tokens_and_steps() -> None:
         "sglang:spec_verify_calls_total 25\nsglang:generation_tokens_total 59\n"
         "sglang:spec_num_draft_tokens 4"
     )
-    assert compare_pages(before, after) == Drafting(num_drafts=20, num_drafted=60, num_accepted=30)
+    assert compare_pages(before, after) == DraftingCounts(
+        num_drafts=20, num_drafted=60, num_accepted=30
+    )

@@ -103,6 +103,12 @@ def test_a_draft_that_chooses_its_own_k_names_no_needed_acceptance_length():
     assert "tokens per step" not in advice_of(replace(report, arms=arms))
 
 
+def test_drafts_that_were_accepted_by_chance_recommend_nothing():
+    said = advice_of(replace(make_report(), acceptance_length=2.0))
+    assert "Run" not in said and said.count("a draft that costs as much needs 2.50") == 2
+    assert said.endswith("Drafts were accepted by chance, so nothing is recommended.")
+
+
 def test_k_by_the_number_of_requests_is_named_where_vllm_needs_another_k_at_each_load():
     report = make_report()
     eagle = Speculation(method="ngram", k=3)

@@ -11,10 +11,10 @@ import pytest
 
 from forerun.errors import InvalidRequest
 from forerun.tune.arms import Load
-from forerun.tune.drafting import Drafting
+from forerun.tune.drafting import DraftingCounts
 from forerun.tune.load import LoadBlock
 from forerun.tune.server import TimedAnswer
-from forerun.tune.state import AuditRecord, BlockRecord, GivenUpRecord, StateFile
+from forerun.tune.state import AuditRecord, BlockRecord, GivenUpRecord, RunState
 
 SETTINGS = {"command": "vllm serve m", "max_tokens": "128"}
 LOAD = Load(clients=2, temperature=0.5)
@@ -25,7 +25,9 @@ BLOCK = LoadBlock(
     index=0,
     wall_s=1.5,
     answers=(ANSWER, ANSWER),
-    drafting=Drafting(num_drafts=1, num_drafted=3, num_accepted=2, accepted_per_position=(1, 1)),
+    drafting=DraftingCounts(
+        num_drafts=1, num_drafted=3, num_accepted=2, accepted_per_position=(1, 1)
+    ),
 )
 RECORDS = [
     BlockRecord(block=BLOCK),
@@ -37,7 +39,7 @@ RECORDS = [
 
 
 def write(folder: Path) -> Path:
-    with StateFile(folder, SETTINGS) as state:
+    with RunState(folder, SETTINGS) as state:
         assert state.records == []
         for record in RECORDS:
             state.append(record)
@@ -46,7 +48,7 @@ def write(folder: Path) -> Path:
 
 def test_a_run_goes_on_with_the_records_of_the_interrupted_one(tmp_path):
     path = write(tmp_path / "new" / "folder")
-    with StateFile(path.parent, SETTINGS) as state:
+    with RunState(path.parent, SETTINGS) as state:
         assert state.records == RECORDS
 
 
@@ -55,18 +57,18 @@ def test_a_torn_last_line_is_left_out_and_then_cut_off(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole + whole.splitlines()[1][:50])
     for _ in range(2):
-        with StateFile(tmp_path, SETTINGS) as state:
+        with RunState(tmp_path, SETTINGS) as state:
             assert state.records == RECORDS
-    with StateFile(tmp_path, SETTINGS) as state:
+    with RunState(tmp_path, SETTINGS) as state:
         state.append(RECORDS[0])
-    with StateFile(tmp_path, SETTINGS) as state:
+    with RunState(tmp_path, SETTINGS) as state:
         assert state.records == [*RECORDS, RECORDS[0]]
 
 
 def test_another_run_is_refused_with_what_differs(tmp_path):
     write(tmp_path)
     other = {"command": "vllm serve m", "max_tokens": "64", "prompts": "p.txt"}
-    with pytest.raises(InvalidRequest) as caught, StateFile(tmp_path, other):
+    with pytest.raises(InvalidRequest) as caught, RunState(tmp_path, other):
         pass
     shown = str(caught.value)
     assert "max_tokens was 128, is 64; prompts was not set, is p.txt" in shown
@@ -86,7 +88,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path):
 def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path, content, message):
     path = tmp_path / "state.jsonl"
     path.write_text(content)
-    with pytest.raises(InvalidRequest, match=message), StateFile(tmp_path, SETTINGS):
+    with pytest.raises(InvalidRequest, match=message), RunState(tmp_path, SETTINGS):
         pass
     assert path.read_text() == content
 
@@ -102,27 +104,27 @@ def test_a_record_of_wrong_types_is_refused_by_its_line(tmp_path, change):
     record["block"][change[0]] = change[1]
     path.write_text("\n".join([lines[0], json.dumps(record), *lines[2:]]) + "\n")
     match = r"^--out .*state\.jsonl:2 is no record[^\n]*name another folder$"
-    with pytest.raises(InvalidRequest, match=match), StateFile(tmp_path, SETTINGS):
+    with pytest.raises(InvalidRequest, match=match), RunState(tmp_path, SETTINGS):
         pass
 
 
 def test_two_runs_on_one_folder_are_refused(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from forerun.tune.state import StateFile;"
-        "StateFile(Path(sys.argv[1]), {}).__enter__()"
+        "import sys; from pathlib import Path; from forerun.tune.state import RunState;"
+        "RunState(Path(sys.argv[1]), {}).__enter__()"
     )
-    with StateFile(tmp_path, {}):
+    with RunState(tmp_path, {}):
         with pytest.raises(InvalidRequest, match="another run of forerun tune uses"):
-            StateFile(tmp_path, {}).__enter__()
+            RunState(tmp_path, {}).__enter__()
         again = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
         )
     assert "another run of forerun tune uses" in again.stderr
-    with StateFile(tmp_path, {}):
+    with RunState(tmp_path, {}):
         pass
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"^--out .*file/folder cannot be used"):
-        StateFile(tmp_path / "file" / "folder", {}).__enter__()
+        RunState(tmp_path / "file" / "folder", {}).__enter__()

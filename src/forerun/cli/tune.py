@@ -62,7 +62,7 @@ class TuneOptions:
     one_at_a_time: bool = False
     """Run one server at a time, as is done anyway on a GPU or where memory is short."""
     out: Path = Path("forerun-tune")
-    """Folder of page.html, result.json, state and logs; an interrupted run goes on there."""
+    """Folder of page.html, result.json, state and logs, where an interrupted run goes on."""
     compare: Path | None = None
     """The result.json of an earlier run: name what became slower since."""
     plan: bool = False

@@ -44,7 +44,7 @@ class ModelList(msgspec.Struct, frozen=True):
     data: tuple[ModelCard, ...]
 
 
-class Speculation(msgspec.Struct, frozen=True):
+class SpeculationUsage(msgspec.Struct, frozen=True):
     """Counts of a request's drafting, which forerun adds to `usage`.
 
     Attributes:
@@ -61,7 +61,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
-    speculative_decoding: Speculation | None = None
+    speculative_decoding: SpeculationUsage | None = None
 
 
 class Timings(msgspec.Struct, frozen=True):

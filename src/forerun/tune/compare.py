@@ -48,7 +48,7 @@ class EarlierReport(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SpeedChange:
     """One arm at one load, now and in an earlier run.
 
     Attributes:
@@ -89,7 +89,7 @@ def read_earlier(path: Path) -> EarlierReport:
         ) from error
 
 
-def list_changes(report: TuneReport, earlier: EarlierReport) -> Iterator[Change]:
+def list_changes(report: TuneReport, earlier: EarlierReport) -> Iterator[SpeedChange]:
     """Yield the arms that both runs measured in two blocks or more at the same load."""
     before = {(e.clients, e.temperature, a.arm): a for e in earlier.loads for a in e.arms}
     for result in report.loads:
@@ -99,7 +99,7 @@ def list_changes(report: TuneReport, earlier: EarlierReport) -> Iterator[Change]
             now = arm.figures.get("tokens_per_s")
             if old is None or ends is None or now is None or not math.isfinite(now.high):
                 continue
-            yield Change(
+            yield SpeedChange(
                 arm=arm.arm,
                 load=result.load,
                 tokens_per_s=now.estimate,
@@ -124,7 +124,7 @@ def compare_runs(report: TuneReport, earlier: EarlierReport) -> list[str]:
     ]
 
 
-def _is_slower(change: Change) -> bool:
+def _is_slower(change: SpeedChange) -> bool:
     return change.ratio.is_below(1.0)
 
 

@@ -11,7 +11,7 @@ from forerun.tune.server import TimedAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafting:
+class DraftingCounts:
     """Counts of drafting.
 
     Attributes:
@@ -36,7 +36,7 @@ class Drafting:
         return {**asdict(self), "acceptance_length": self.acceptance_length}
 
 
-def compare_pages(before: str, after: str) -> Drafting | None:
+def compare_pages(before: str, after: str) -> DraftingCounts | None:
     """Return what an engine drafted between two readings of its metrics page.
 
     Returns:
@@ -49,14 +49,14 @@ def compare_pages(before: str, after: str) -> Drafting | None:
     if steps:  # SGLang counts no drafts, but every step of a sequence drafts one of a fixed size
         size = page.totals.get("sglang:spec_num_draft_tokens", 1.0) - 1.0
         num_tokens = round(growth.totals.get("sglang:generation_tokens", 0.0))
-        return Drafting(
+        return DraftingCounts(
             num_drafts=steps,
             num_drafted=round(steps * size),
             num_accepted=max(0, num_tokens - steps),
         )
     if "num_accepted" not in tally.counts:
         return None
-    return Drafting(
+    return DraftingCounts(
         num_drafts=round(tally.counts.get("num_drafts", 0.0)),
         num_drafted=round(tally.counts.get("num_drafted", 0.0)),
         num_accepted=round(tally.counts["num_accepted"]),
@@ -66,7 +66,7 @@ def compare_pages(before: str, after: str) -> Drafting | None:
 
 def find_drafting(
     answers: Sequence[TimedAnswer], before: str | None, after: str | None
-) -> Drafting | None:
+) -> DraftingCounts | None:
     """Return what was drafted for answers: by their own counts, or by the metrics page.
 
     Args:
@@ -78,7 +78,7 @@ def find_drafting(
     """
     counted = [answer for answer in answers if answer.num_drafted is not None]
     if counted:
-        return Drafting(
+        return DraftingCounts(
             num_drafts=sum(answer.num_drafts or 0 for answer in counted),
             num_drafted=sum(answer.num_drafted or 0 for answer in counted),
             num_accepted=sum(answer.num_accepted or 0 for answer in counted),
@@ -86,13 +86,13 @@ def find_drafting(
     return None if before is None or after is None else compare_pages(before, after)
 
 
-def sum_drafting(parts: Iterable[Drafting | None]) -> Drafting | None:
+def sum_drafting(parts: Iterable[DraftingCounts | None]) -> DraftingCounts | None:
     """Return the sum of counts; None if there are none."""
     counted = [part for part in parts if part is not None]
     if not counted:
         return None
     places = zip_longest(*(part.accepted_per_position for part in counted), fillvalue=0)
-    return Drafting(
+    return DraftingCounts(
         num_drafts=sum(part.num_drafts for part in counted),
         num_drafted=sum(part.num_drafted for part in counted),
         num_accepted=sum(part.num_accepted for part in counted),

@@ -22,7 +22,7 @@ from forerun.models.catalog import chat_prompts, held_out_prompts
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval, bootstrap, quantile, wilson_interval
 from forerun.tune.arms import Load
-from forerun.tune.drafting import Drafting
+from forerun.tune.drafting import DraftingCounts
 from forerun.tune.race import BlockTimes
 from forerun.tune.server import MeasuredServer, Prompt, TimedAnswer
 
@@ -121,7 +121,7 @@ class LoadBlock:
     index: int
     wall_s: float
     answers: tuple[TimedAnswer, ...]
-    drafting: Drafting | None = None
+    drafting: DraftingCounts | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -19,7 +19,7 @@ _WIDEST = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class SpeedupBar:
     """One arm of a picture; places are shares of the picture's width.
 
     Attributes:
@@ -42,7 +42,7 @@ class Picture:
         one: place of speedup 1, as a share of the width.
     """
 
-    bars: tuple[Bar, ...]
+    bars: tuple[SpeedupBar, ...]
     one: float
 
 
@@ -52,7 +52,7 @@ def draw_speedups(result: LoadResult) -> Picture:
     ends = [min(s.high, _WIDEST * s.estimate) for _, s in shown]
     most = max([1.2, *ends])
     bars = tuple(
-        Bar(
+        SpeedupBar(
             arm=arm.arm,
             label=speedup.show() if math.isfinite(speedup.high) else f"{speedup.estimate:.2f}",
             speedup=speedup.estimate / most,

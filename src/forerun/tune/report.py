@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from forerun.theory.intervals import Interval
 from forerun.tune.arms import Arm, Load
 from forerun.tune.check import ExactnessCheck
-from forerun.tune.drafting import Drafting
+from forerun.tune.drafting import DraftingCounts
 
 
 def to_ends(interval: Interval | None) -> dict[str, float | None] | None:
@@ -37,7 +37,7 @@ class ArmResult:
     speedup: Interval | None
     num_blocks: int
     figures: Mapping[str, Interval] = field(default_factory=dict)
-    drafting: Drafting | None = None
+    drafting: DraftingCounts | None = None
     equal_texts: float | None = None
     reason: str | None = None
 
@@ -117,7 +117,7 @@ class TuneReport:
     start_s: Mapping[str, float]
     minutes: float
     is_complete: bool
-    acceptance_length: float | None
+    acceptance_length: float | None = None
     provenance: Mapping[str, object]
     versions: Mapping[str, str] = field(default_factory=dict)
 

@@ -36,7 +36,7 @@ from forerun.tune.process import ServerFailed
 from forerun.tune.race import LEAST_BLOCKS, NO_TIME, Race, estimate_speedup, pays
 from forerun.tune.report import ArmResult, LoadResult, TuneReport
 from forerun.tune.server import MeasuredServer
-from forerun.tune.state import AuditRecord, BlockRecord, GivenUpRecord, StateFile
+from forerun.tune.state import AuditRecord, BlockRecord, GivenUpRecord, RunState
 
 RACE_SHARE = 0.7
 """Share of the minutes for choosing; the rest confirms and audits what was chosen."""
@@ -82,7 +82,7 @@ class Tuner:
         self.arms = {arm.name: arm for arm in arms}
         self.config, self.source, self.folder = config, source, folder
         self.notify = notify
-        self.state = StateFile(folder, describe_settings(arms, config, source))
+        self.state = RunState(folder, describe_settings(arms, config, source))
         self.race = Race(list(self.arms), config.loads)
         self.fleet = Fleet(
             arms,

@@ -55,7 +55,7 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
 Record: TypeAlias = BlockRecord | GivenUpRecord | AuditRecord
 
 
-class StateFile:
+class RunState:
     """What a run measured and decided, in `state.jsonl`, one record appended at a time.
 
     Used in a `with` statement, while which no other run can use the folder.
@@ -75,7 +75,7 @@ class StateFile:
         self._file = RecordFile[Header | Record](folder / "state.jsonl", Header | Record)
         self._lock: IO[bytes] | None = None
 
-    def __enter__(self) -> StateFile:
+    def __enter__(self) -> RunState:
         """Take the folder and read it.
 
         Raises:

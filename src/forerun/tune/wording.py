@@ -34,7 +34,7 @@ MOST_POSITIONS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class Recommendation:
     """A sentence, and the command or address that it ends with."""
 
     sentence: str
@@ -64,48 +64,38 @@ def list_given_up(result: LoadResult) -> list[str]:
     return [f"{arm.arm}: {arm.reason}" for arm in result.arms if arm.reason is not None]
 
 
-def list_advice(report: TuneReport) -> Iterator[Advice]:
+def list_advice(report: TuneReport) -> Iterator[Recommendation]:
     """Yield what to run: for all loads where one setting is best everywhere, then for each."""
     if report.acceptance_length is not None:
-        yield from _list_needs(report)
+        for result in report.loads:
+            yield from _describe_needs(report, result)
+        yield Recommendation(sentence="Drafts were accepted by chance, so nothing is recommended.")
         return
     chosen = {result.recommended for result in report.loads}
-    [common] = chosen if len(chosen) == 1 else [None]
-    is_same = common is not None and len(report.loads) > 1
-    if is_same and common is not None:
+    [common] = chosen if len(chosen) == 1 and len(report.loads) > 1 else [None]
+    if common is not None:
         same = f"{common} is best at all loads."
         if common == report.baseline:
             same = f"No setting is shown to be faster than {common} at any load."
         yield _advise(report, same, common)
     for result in report.loads:
         sentence = f"{result.load.label}: {_describe_gain(report, result)}"
-        if result.recommended is None or is_same:
-            yield Advice(sentence=sentence)
-        else:
-            yield _advise(report, sentence, result.recommended)
+        name = result.recommended if common is None else None
+        yield Recommendation(sentence=sentence) if name is None else _advise(report, sentence, name)
         if result.recommended == report.baseline:
-            for need in _describe_needs(report, result)[:1]:
-                yield Advice(sentence=f"{result.load.label}: {need}")
+            yield from _describe_needs(report, result)[:1]
     if _is_k_of_vllm_alone(report):
-        yield Advice(
+        yield Recommendation(
             sentence="The best settings differ in K alone. One vLLM server can choose K by the "
             'number of running requests: "num_speculative_tokens_per_batch_size" in '
             "--speculative-config is a list of [first, last, K]. This was not measured here."
         )
 
 
-def _list_needs(report: TuneReport) -> Iterator[Advice]:
-    """Yield what drafts must reach, where they were accepted by chance."""
-    for result in report.loads:
-        for need in _describe_needs(report, result):
-            yield Advice(sentence=f"{result.load.label}: {need}")
-    yield Advice(sentence="Drafts were accepted by chance, so nothing is recommended.")
-
-
-def _advise(report: TuneReport, sentence: str, name: str) -> Advice:
+def _advise(report: TuneReport, sentence: str, name: str) -> Recommendation:
     is_started = any(arm.command for arm in report.arms if arm.name == name)
     verb = "Run" if is_started else "Use"
-    return Advice(sentence=f"{sentence} {verb}", command=report.command_of(name))
+    return Recommendation(sentence=f"{sentence} {verb}", command=report.command_of(name))
 
 
 def _describe_gain(report: TuneReport, result: LoadResult) -> str:
@@ -141,23 +131,26 @@ def describe_check(result: LoadResult) -> str:
     return f"its text deviates: {check.sentence.rstrip('.')}"
 
 
-def _describe_needs(report: TuneReport, result: LoadResult) -> list[str]:
-    """Return the acceptance length that would pay, by the cost of every draft with weights.
+def _describe_needs(report: TuneReport, result: LoadResult) -> list[Recommendation]:
+    """Return the acceptance length that would pay, by the cost of each draft that does not.
 
     Drafts without a fixed K are left out, which may draft in some steps alone.
     """
     settings = {arm.name: arm.speculation or Speculation() for arm in report.arms}
-    sentences = []
+    needs = []
     for arm in result.arms:
         setting, cost = settings[arm.arm], arm.cycle_cost
-        is_fixed = setting.draft is not None and setting.k is not None
-        if is_fixed and arm.num_blocks >= LEAST_BLOCKS and arm.drafting is not None and cost:
-            sentences.append(
+        if setting.draft is None or setting.k is None or arm.num_blocks < LEAST_BLOCKS:
+            continue
+        if arm.drafting is None or cost is None or arm.speedup is None:
+            continue
+        if arm.speedup.estimate < 1.0 or report.acceptance_length is not None:
+            needs.append(
                 f"{arm.arm} makes {arm.drafting.acceptance_length:.2f} tokens per step; a draft "
                 f"that costs as much needs {cost:.2f} to be as fast as {report.baseline}, and "
                 f"{GAIN * cost:.2f} to be {GAIN:g} times as fast."
             )
-    return sentences
+    return [Recommendation(sentence=f"{result.load.label}: {need}") for need in needs]
 
 
 def _is_k_of_vllm_alone(report: TuneReport) -> bool:

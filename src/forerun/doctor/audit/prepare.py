@@ -53,7 +53,7 @@ class AuditSource:
 
 
 def prepare_audit(source: AuditSource, config: AuditConfig, stack: ExitStack) -> Audit:
-
+    """Return the audit of a server; the stack closes its connections, model and state file."""
     name, keys = source.reference, source.key_variables
     is_model = name is not None and name != "self" and not is_url(name)
     control = None
