@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,8 +11,7 @@ import msgspec
 from forerun.bounded_read import read_json
 from forerun.errors import UnreadableInput
 from forerun.theory.intervals import Interval, divide
-from forerun.tune.arms import Load
-from forerun.tune.report import ArmResult, TuneReport
+from forerun.tune.report import TuneReport
 
 
 class Ends(msgspec.Struct, frozen=True):
@@ -29,7 +27,7 @@ class EarlierArm(msgspec.Struct, frozen=True):
 
     arm: str
     speedup: Ends | None = None
-    figures: Mapping[str, Ends] = field(default_factory=dict)
+    figures: Mapping[str, Ends] = msgspec.field(default_factory=dict)
 
 
 class EarlierLoad(msgspec.Struct, frozen=True):
@@ -47,34 +45,6 @@ class EarlierReport(msgspec.Struct, frozen=True):
     versions: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedChange:
-    """One arm at one load, now and in an earlier run.
-
-    Attributes:
-        tokens_per_s: of now.
-        ratio: tokens/s of now over those of before.
-        speedups: over the baseline, before and now; None where one is not known.
-    """
-
-    arm: str
-    load: Load
-    tokens_per_s: float
-    ratio: Interval
-    speedups: tuple[Interval, Interval] | None
-
-    @property
-    def sentence(self) -> str:
-        gains = ""
-        if self.speedups is not None:
-            before, now = (speedup.show() for speedup in self.speedups)
-            gains = f"; speedup was {before}, is {now}"
-        return (
-            f"{self.arm}, {self.load.label}: {self.tokens_per_s:.1f} tokens/s, "
-            f"{self.ratio.show()} of before{gains}"
-        )
-
-
 def read_earlier(path: Path) -> EarlierReport:
     """Read the `result.json` of an earlier run.
 
@@ -89,48 +59,34 @@ def read_earlier(path: Path) -> EarlierReport:
         ) from error
 
 
-def list_changes(report: TuneReport, earlier: EarlierReport) -> Iterator[SpeedChange]:
-    """Yield the arms that both runs measured in two blocks or more at the same load."""
-    before = {(e.clients, e.temperature, a.arm): a for e in earlier.loads for a in e.arms}
-    for result in report.loads:
-        for arm in result.arms:
-            old = before.get((result.load.clients, result.load.temperature, arm.arm))
-            ends = None if old is None else _read(old.figures.get("tokens_per_s"))
-            now = arm.figures.get("tokens_per_s")
-            if old is None or ends is None or now is None or not math.isfinite(now.high):
-                continue
-            yield SpeedChange(
-                arm=arm.arm,
-                load=result.load,
-                tokens_per_s=now.estimate,
-                ratio=divide(now, ends),
-                speedups=None if arm.arm == report.baseline else _find_speedups(old, arm),
-            )
-
-
 def compare_runs(report: TuneReport, earlier: EarlierReport) -> list[str]:
-    """Return versions that changed, regressions, and the other arms, one line each."""
-    versions = {**earlier.versions, **report.versions}
+    """Return versions that changed, what became slower, and the other arms, one line each.
+
+    Arms are compared where both runs measured them in two blocks or more at the same load.
+    """
     lines = [
         f"{name} was {earlier.versions.get(name, 'unknown')}, is {now}"
-        for name, now in versions.items()
+        for name, now in {**earlier.versions, **report.versions}.items()
         if earlier.versions.get(name) != now
     ]
-    changes = sorted(list_changes(report, earlier), key=lambda change: not _is_slower(change))
-    if not changes:
-        return [*lines, "no arm was measured at the same load in both runs"]
-    return lines + [
-        f"{'slower: ' if _is_slower(change) else ''}{change.sentence}" for change in changes
-    ]
-
-
-def _is_slower(change: SpeedChange) -> bool:
-    return change.ratio.is_below(1.0)
-
-
-def _find_speedups(old: EarlierArm, now: ArmResult) -> tuple[Interval, Interval] | None:
-    before = _read(old.speedup)
-    return None if before is None or now.speedup is None else (before, now.speedup)
+    before = {(e.clients, e.temperature, a.arm): a for e in earlier.loads for a in e.arms}
+    slower, others = list[str](), list[str]()
+    for load, arm in ((result.load, arm) for result in report.loads for arm in result.arms):
+        old = before.get((load.clients, load.temperature, arm.arm), EarlierArm(arm.arm))
+        rate, then = arm.figures.get("tokens_per_s"), _read(old.figures.get("tokens_per_s"))
+        if then is None or rate is None or not math.isfinite(rate.high):
+            continue
+        ratio = divide(rate, then)
+        line = f"{arm.arm}, {load.label}: {rate.estimate:.1f} tokens/s, {ratio.show()} of before"
+        speedup = _read(old.speedup)
+        if speedup is not None and arm.speedup is not None and arm.arm != report.baseline:
+            line = f"{line}; speedup was {speedup.show()}, is {arm.speedup.show()}"
+        if ratio.is_below(1.0):
+            slower.append(f"slower: {line}")
+        else:
+            others.append(line)
+    compared = slower + others or ["no arm was measured at the same load in both runs"]
+    return lines + compared
 
 
 def _read(ends: Ends | None) -> Interval | None:
