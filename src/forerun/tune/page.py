@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
@@ -18,51 +17,26 @@ _WIDEST = 2.0
 """An interval is drawn up to so many times its estimate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedupBar:
-    """One arm of a picture; places are shares of the picture's width.
+def draw_speedups(result: LoadResult) -> dict[str, object]:
+    """Return the bars of all arms measured at a load, and where speedup 1 is.
 
-    Attributes:
-        is_left: whether the arm was measured until the end.
+    Places are shares of the picture's width.
     """
-
-    arm: str
-    label: str
-    speedup: float
-    low: float
-    high: float
-    is_left: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """Speedups at one load.
-
-    Attributes:
-        one: place of speedup 1, as a share of the width.
-    """
-
-    bars: tuple[SpeedupBar, ...]
-    one: float
-
-
-def draw_speedups(result: LoadResult) -> Picture:
-    """Return the places of the bars of all arms that were measured at a load."""
     shown = [(arm, arm.speedup) for arm in result.arms if arm.speedup is not None]
     ends = [min(s.high, _WIDEST * s.estimate) for _, s in shown]
     most = max([1.2, *ends])
-    bars = tuple(
-        SpeedupBar(
-            arm=arm.arm,
-            label=speedup.show() if math.isfinite(speedup.high) else f"{speedup.estimate:.2f}",
-            speedup=speedup.estimate / most,
-            low=speedup.low / most,
-            high=end / most,
-            is_left=arm.reason is None,
-        )
+    bars = [
+        {
+            "arm": arm.arm,
+            "label": speedup.show() if math.isfinite(speedup.high) else f"{speedup.estimate:.2f}",
+            "speedup": speedup.estimate / most,
+            "low": speedup.low / most,
+            "high": end / most,
+            "is_left": arm.reason is None,
+        }
         for (arm, speedup), end in zip(shown, ends, strict=True)
-    )
-    return Picture(bars=bars, one=1.0 / most)
+    ]
+    return {"bars": bars, "one": 1.0 / most}
 
 
 def render_page(report: TuneReport, changes: Sequence[str] = ()) -> str:
