@@ -10,6 +10,7 @@ from forerun.theory.intervals import Interval
 from forerun.tune.arms import Arm, Load
 from forerun.tune.check import ExactnessCheck
 from forerun.tune.drafting import DraftingCounts
+from forerun.tune.race import Standing
 
 
 def to_ends(interval: Interval | None) -> dict[str, float | None] | None:
@@ -20,26 +21,19 @@ def to_ends(interval: Interval | None) -> dict[str, float | None] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArmResult:
+class ArmResult(Standing):
     """What was measured of one arm at one load.
 
     Attributes:
-        speedup: tokens/s over those of the baseline on the same prompts; None without a block that
-            both have.
         figures: tokens/s, TTFT and TPOT by the names of `load.LOAD_FIGURES`; empty without blocks.
         drafting: counts of the engine; None where it reports none.
         equal_texts: share of texts at T=0 that equal those of the baseline; None at other
             temperatures.
-        reason: why the arm was given up; None for one that was measured until the end.
     """
 
-    arm: str
-    speedup: Interval | None
-    num_blocks: int
     figures: Mapping[str, Interval] = field(default_factory=dict)
     drafting: DraftingCounts | None = None
     equal_texts: float | None = None
-    reason: str | None = None
 
     @property
     def cycle_cost(self) -> float | None:
@@ -84,8 +78,7 @@ class LoadResult:
 
     def to_dict(self) -> dict[str, object]:
         return {
-            "clients": self.load.clients,
-            "temperature": self.load.temperature,
+            **asdict(self.load),
             "arms": [arm.to_dict() for arm in self.arms],
             "recommended": self.recommended,
             "confirmed": to_ends(self.confirmed),
@@ -121,10 +114,6 @@ class TuneReport:
     provenance: Mapping[str, object]
     versions: Mapping[str, str] = field(default_factory=dict)
 
-    def command_of(self, name: str) -> str:
-        """Return the command that starts an arm's server as the user would type it, or its URL."""
-        return next(arm.shown_command for arm in self.arms if arm.name == name)
-
     def to_dict(self) -> dict[str, object]:
         return {
             "source": self.source,
@@ -132,7 +121,7 @@ class TuneReport:
             "arms": [
                 {
                     "name": arm.name,
-                    "command": self.command_of(arm.name),
+                    "command": arm.shown_command,
                     "memory_bytes": self.memory_bytes.get(arm.name),
                     "start_s": self.start_s.get(arm.name),
                 }

@@ -93,9 +93,9 @@ def list_advice(report: TuneReport) -> Iterator[Recommendation]:
 
 
 def _advise(report: TuneReport, sentence: str, name: str) -> Recommendation:
-    is_started = any(arm.command for arm in report.arms if arm.name == name)
-    verb = "Run" if is_started else "Use"
-    return Recommendation(sentence=f"{sentence} {verb}", command=report.command_of(name))
+    arm = next(arm for arm in report.arms if arm.name == name)
+    verb = "Run" if arm.command else "Use"
+    return Recommendation(sentence=f"{sentence} {verb}", command=arm.shown_command)
 
 
 def _describe_gain(report: TuneReport, result: LoadResult) -> str:
@@ -115,20 +115,18 @@ def _describe_gain(report: TuneReport, result: LoadResult) -> str:
     gain = "" if shown is None else f" {shown.estimate:.2f} times ({shown.show_ends()})"
     return (
         f"{name} is{gain} as fast as {baseline} on prompts that had no part in the choice; "
-        f"{describe_check(result)}."
+        f"{_describe_check(result)}."
     )
 
 
-def describe_check(result: LoadResult) -> str:
+def _describe_check(result: LoadResult) -> str:
     """Return what the audit of the recommended arm says, without a full stop."""
     check = result.check
     if check is None or check.status == "not_audited":
         return "its text was not audited"
     if check.status == "no_deviation":
         return f"its text was audited: no deviation in {check.num_tokens:,} output tokens"
-    if check.status == "cannot_judge":
-        return f"its text cannot be judged: {check.sentence.rstrip('.')}"
-    return f"its text deviates: {check.sentence.rstrip('.')}"
+    return f"its text cannot be judged: {check.sentence.rstrip('.')}"
 
 
 def _describe_needs(report: TuneReport, result: LoadResult) -> list[Recommendation]:
