@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -59,12 +58,7 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name in list(self._running):
             self.stop(name)
 
@@ -75,11 +69,9 @@ class Fleet:
         Raises:
             ServerFailed: a server cannot be started, or ended by itself; its `arm` says which.
         """
-        for name in list(self._running):
-            if name not in names and self.one_at_a_time:
-                self.stop(name)
+        self._make_room(names)
         for name in names:
-            self._resume_or_start(name, names)
+            self._resume_or_start(name)
         try:
             yield {name: self.arms[name] for name in names}
         finally:
@@ -98,14 +90,13 @@ class Fleet:
         if (server := self._running.pop(name, None)) is not None:
             server.stop()
 
-    def _resume_or_start(self, name: str, needed: Sequence[str]) -> None:
+    def _resume_or_start(self, name: str) -> None:
         arm = self.arms[name]
         if not arm.command:
             return
         if (server := self._running.get(name)) is not None:
             server.resume()
             return
-        self._make_room(needed)
         server = self._running[name] = ServerProcess(arm, self._logs / f"{_file_name(name)}.log")
         try:
             started_s = time.monotonic()
@@ -119,11 +110,11 @@ class Fleet:
 
     def _make_room(self, needed: Sequence[str]) -> None:
         """Stop servers that are not needed where one more would not fit beside them."""
-        if self.one_at_a_time is None and any(path.exists() for path in _GPU_DEVICES):
-            self.one_at_a_time = True
-        if self.one_at_a_time is None and self.memory_bytes:
-            largest = max(self.memory_bytes.values())
-            if largest > _SPARE_SHARE * psutil.virtual_memory().available:
+        starts = any(self.arms[name].command and name not in self._running for name in needed)
+        if self.one_at_a_time is None and starts:
+            largest = max(self.memory_bytes.values(), default=0)
+            is_short = largest > _SPARE_SHARE * psutil.virtual_memory().available
+            if is_short or any(path.exists() for path in _GPU_DEVICES):
                 self.one_at_a_time = True
         if self.one_at_a_time:
             for name in set(self._running) - set(needed):
