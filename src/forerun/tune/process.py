@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from urllib.parse import urlsplit
 
 import psutil
@@ -109,8 +109,7 @@ class ServerProcess:
         self.port = urlsplit(arm.url).port or 80
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._failure: str | None = None
-        self._lock = Lock()
-        self._stopping = Lock()
+        self._lock = RLock()
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -176,12 +175,12 @@ class ServerProcess:
                 if elapsed_s >= next_ports_s:
                     next_ports_s = elapsed_s + _OTHER_PORTS_S
                     self._check_ports()
-                self._wait_for_end(min(_POLL_S, timeout_s - elapsed_s))
+                time.sleep(min(_POLL_S, timeout_s - elapsed_s))
         self._check_running()
-        ports, problem = self._list_ports(), f"not ready after {timeout_s:g} s"
-        if ports and self.port not in ports:
+        ports, problem = self._list_other_ports(), f"not ready after {timeout_s:g} s"
+        if ports:
             problem = f"{problem}, {self._explain_ports(ports)}"
-        raise ServerFailed(f"{problem}; last line: {quote_last_line(self._read_tail())}")
+        raise ServerFailed(f"{problem}; last line: {_clean_lines(self._read_tail())[-1]}")
 
     def failure(self) -> str | None:
         """Return why the server ended by itself; None while it runs, and after it was stopped."""
@@ -207,11 +206,10 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End all processes of the server: SIGTERM, and SIGKILL to those left 10 s later."""
-        self.failure()
-        with self._stopping:  # who comes second waits as well
-            with self._lock:
-                server, processes = self._supervisor, self._list_processes()
-                self._supervisor = None
+        with self._lock:  # who comes second waits as well
+            self.failure()
+            server, processes = self._supervisor, self._list_processes()
+            self._supervisor = None
             if server is not None:
                 _end_supervisor(server)
             for process in processes:  # those that left the process group, where not on Linux
@@ -240,12 +238,6 @@ class ServerProcess:
         if self._supervisor is None:
             raise ServerFailed("it was stopped before it was ready")
 
-    def _wait_for_end(self, timeout_s: float) -> None:
-        """Wait, but not longer than the server runs."""
-        ends_s = time.monotonic() + timeout_s
-        while time.monotonic() < ends_s and self._supervisor is not None and not self.failure():
-            time.sleep(0.02)
-
     def _is_ready(self, door: Door) -> bool:
         """Whether the server lists models; raises ServerFailed where something else answers."""
         url = self.arm.url.rstrip("/") + "/models"
@@ -255,8 +247,7 @@ class ServerProcess:
             body = reply.body(deadline, _MAX_LIST_BYTES)
         except (ServerUnavailable, UnreadableInput):
             return False
-        ports = self._list_ports()
-        if ports and self.port not in ports:
+        if self._list_other_ports():
             raise ServerFailed(f"another program answers on port {self.port}")
         if reply.status in UNAUTHORIZED:
             raise ServerFailed(f"it refuses the API key (status {reply.status}){KEY_HINT}")
@@ -273,24 +264,23 @@ class ServerProcess:
 
         The port itself is not tried: it may be one that the server's processes meet at.
         """
-        ports, log = self._list_ports(), self._read_tail()
-        if any(re.search(rf" on https?://\S*:{port}\b", log) for port in ports - {self.port}):
+        ports, log = self._list_other_ports(), self._read_tail()
+        if any(re.search(rf" on https?://\S*:{port}\b", log) for port in ports):
             raise ServerFailed(f"{self._explain_ports(ports)}: is --port in its command?")
 
     def _explain_ports(self, ports: set[int]) -> str:
-        return (
-            f"never listened on port {self.port} (listens on {', '.join(map(str, sorted(ports)))})"
-        )
+        others = ", ".join(map(str, sorted(ports)))
+        return f"never listened on port {self.port} (listens on {others})"
 
-    def _list_ports(self) -> set[int]:
-        """Return the ports that the server's processes listen on, as far as that can be seen."""
-        ports = set()
+    def _list_other_ports(self) -> set[int]:
+        """Return the ports the server's processes listen on; none if its own is among them."""
+        ports = set[int]()
         for process in self._list_processes():
             with contextlib.suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):
                     if connection.status == psutil.CONN_LISTEN:
                         ports.add(int(connection.laddr.port))
-        return ports
+        return set() if self.port in ports else ports
 
     def _read_failure(self, server: subprocess.Popen[bytes]) -> str | None:
         """Return why the command has ended; None while it runs."""
@@ -339,15 +329,10 @@ def _measure_memory(process: psutil.Process) -> int:
 
 
 def _clean_lines(log: str) -> list[str]:
-    """Return the lines of a log without colours, time stamps and secrets; not the blank ones."""
+    """Return the lines of a log for messages, without colours, time stamps, secrets and blanks."""
     plain = (_STAMP.sub("", _COLOUR.sub("", line)).strip() for line in log.splitlines())
-    return [printable(hide_urls(line), max_length=_LONGEST_LINE) for line in plain if line]
-
-
-def quote_last_line(log: str) -> str:
-    """Return the last line of a log for a message."""
-    lines = _clean_lines(log)
-    return lines[-1] if lines else "none was printed"
+    lines = [printable(hide_urls(line), max_length=_LONGEST_LINE) for line in plain if line]
+    return lines or ["none was printed"]
 
 
 def explain_end(status: int, log: str) -> str:
@@ -368,4 +353,4 @@ def explain_end(status: int, log: str) -> str:
     names = {one.value: one.name for one in signal.Signals}
     ended = f"it was ended by {names[number]}" if number in names else f"exit status {status}"
     errors = [line for line in lines if _ERROR.search(line) and _POINTER not in line]
-    return f"{ended}: {errors[-1] if errors else quote_last_line(log)}"
+    return f"{ended}: {(errors or lines)[-1]}"
