@@ -105,8 +105,8 @@ def check(block: LoadBlock, backend: MeasuredServer, num_tokens: int) -> None:
     wrong = [c.num_tokens for c in block.answers if c.num_tokens != num_tokens]
     if wrong:
         raise RuntimeError(f"{block.arm} returned {wrong} tokens, not {num_tokens}")
-    if backend.waits_s:
-        raise RuntimeError(f"{block.arm} failed {len(backend.waits_s)} times")
+    if waits_s := backend.client.connection.waits_s:
+        raise RuntimeError(f"{block.arm} failed {len(waits_s)} times")
 
 
 class Results:

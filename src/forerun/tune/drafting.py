@@ -76,14 +76,18 @@ def find_drafting(
     Returns:
         None if the server counts no drafts.
     """
-    counted = [answer for answer in answers if answer.num_drafted is not None]
-    if counted:
-        return DraftingCounts(
-            num_drafts=sum(answer.num_drafts or 0 for answer in counted),
-            num_drafted=sum(answer.num_drafted or 0 for answer in counted),
-            num_accepted=sum(answer.num_accepted or 0 for answer in counted),
+    counted = [
+        DraftingCounts(
+            num_drafts=answer.num_drafts or 0,
+            num_drafted=answer.num_drafted,
+            num_accepted=answer.num_accepted or 0,
         )
-    return None if before is None or after is None else compare_pages(before, after)
+        for answer in answers
+        if answer.num_drafted is not None
+    ]
+    if counted or before is None or after is None:
+        return sum_drafting(counted)
+    return compare_pages(before, after)
 
 
 def sum_drafting(parts: Iterable[DraftingCounts | None]) -> DraftingCounts | None:

@@ -194,22 +194,21 @@ def measure_load(
 
 
 Samples = Sequence[float]
+Combined = Callable[[Sequence[Samples]], float]
 
 
-def compute_rate(samples: Sequence[Samples]) -> float:
+def _compute_rate(samples: Sequence[Samples]) -> float:
     """Return a rate from counts and seconds of several blocks."""
     return sum(count for count, _ in samples) / sum(seconds for _, seconds in samples)
 
 
-def _share_of_all(share: float) -> Callable[[Sequence[Samples]], float]:
+def _share_of_all(share: float) -> Combined:
     return lambda samples: quantile(sorted(value for block in samples for value in block), share)
 
 
-LOAD_FIGURES: Mapping[
-    str, tuple[Callable[[LoadBlock], Samples], Callable[[Sequence[Samples]], float]]
-] = {
-    "requests_per_s": (lambda block: (len(block.answers), block.wall_s), compute_rate),
-    "tokens_per_s": (lambda block: (block.num_tokens, block.wall_s), compute_rate),
+LOAD_FIGURES: Mapping[str, tuple[Callable[[LoadBlock], Samples], Combined]] = {
+    "requests_per_s": (lambda block: (len(block.answers), block.wall_s), _compute_rate),
+    "tokens_per_s": (lambda block: (block.num_tokens, block.wall_s), _compute_rate),
     "ttft_median_s": (lambda block: block.ttft_s, _share_of_all(0.5)),
     "ttft_p95_s": (lambda block: block.ttft_s, _share_of_all(0.95)),
     "tpot_median_s": (lambda block: block.tpot_s, _share_of_all(0.5)),
@@ -234,9 +233,8 @@ def compute_figures(
         raise ValueError("there are no blocks to take figures of")
     found = {}
     for name, (taken, combined) in LOAD_FIGURES.items():
-        above = [taken(block) for block, _ in pairs]
-        below = None if other is None else [taken(block) for _, block in pairs]
-        statistic = partial(_compute_resample, combined, above, below)
+        sides = [[taken(block) for block in side] for side in zip(*pairs, strict=True)]
+        statistic = partial(_compute_resample, combined, sides[: 1 if other is None else 2])
         if len(pairs) == 1:
             found[name] = Interval(estimate=statistic([range(1)]), low=0.0, high=math.inf)
         else:
@@ -253,13 +251,10 @@ def _match_blocks(
 
 
 def _compute_resample(
-    combined: Callable[[Sequence[Samples]], float],
-    above: Sequence[Samples],
-    below: Sequence[Samples] | None,
-    groups: Sequence[Sequence[int]],
+    combined: Combined, sides: Sequence[Sequence[Samples]], groups: Sequence[Sequence[int]]
 ) -> float:
-    value = combined([above[n] for n in groups[0]])
-    return value if below is None else value / combined([below[n] for n in groups[0]])
+    value, *below = (combined([side[n] for n in groups[0]]) for side in sides)
+    return value / below[0] if below else value
 
 
 def compare_texts(

@@ -96,11 +96,6 @@ class MeasuredServer:
         """Close the connections to the server, which ends the requests that still run."""
         self.client.close()
 
-    @property
-    def waits_s(self) -> list[float]:
-        """Seconds waited before every retry of a request."""
-        return self.client.connection.waits_s
-
     def read_metrics(self) -> str | None:
         """Return the server's metrics page; None if it has none."""
         return self._read_page("/metrics")
