@@ -162,15 +162,14 @@ class Race:
 
     def is_decided(self, load: Load) -> bool:
         """Return whether more rounds at a load would not change what is recommended."""
-        num_rounds = self.count_rounds(load)
-        if self.is_out_of_time or num_rounds >= self.max_rounds or not self.living(load):
-            return True
-        if load in self._close:
+        is_over = self.is_out_of_time or self.count_rounds(load) >= self.max_rounds
+        if is_over or load in self._close or not self.living(load):
             return True
         rivals = self._list_rivals(load)
         if len(self._find_shared(load)) < LEAST_BLOCKS or len(rivals) > 1:
             return False
-        return not rivals or self._is_clear(rivals[0], load)
+        speedup = self._estimate(rivals[0] if rivals else self.baseline, load)
+        return speedup is not None and (speedup.is_above(1.0) or speedup.is_below(LEAST_GAIN))
 
     def plan_round(self) -> list[tuple[str, Load, int]]:
         """Return what is measured next, as arm, load and index; nothing once all is decided.
@@ -246,17 +245,15 @@ class Race:
 
     def rank(self, load: Load) -> list[Standing]:
         """Return all arms, those that are left first, and the faster of them first."""
-        found = []
-        for arm in self.arms:
-            blocks = self._blocks[arm, load]
-            base = self._blocks[self.baseline, load]
-            speedup = None
-            if blocks.keys() & base.keys():
-                speedup = estimate_speedup([*blocks.values()], [*base.values()])
-            if arm == self.baseline:
-                speedup = Interval(estimate=1.0, low=1.0, high=1.0)
-            reason = self._reasons.get((arm, load))
-            found.append(Standing(arm=arm, speedup=speedup, num_blocks=len(blocks), reason=reason))
+        found = [
+            Standing(
+                arm=arm,
+                speedup=self._estimate(arm, load),
+                num_blocks=len(self._blocks[arm, load]),
+                reason=self._reasons.get((arm, load)),
+            )
+            for arm in self.arms
+        ]
         return sorted(
             found,
             key=lambda s: (s.reason is not None, 0.0 if s.speedup is None else -s.speedup.estimate),
@@ -273,12 +270,14 @@ class Race:
         """Return the arms that are left beside the baseline."""
         return [arm for arm in self.living(load) if arm != self.baseline]
 
-    def _is_clear(self, arm: str, load: Load) -> bool:
-        """Return whether an arm is shown to be faster than the baseline, or not to pay."""
-        indices = self._find_shared(load)
-        own, base = ([self._blocks[a, load][i] for i in indices] for a in (arm, self.baseline))
-        speedup = estimate_speedup(own, base)
-        return speedup.is_above(1.0) or speedup.is_below(LEAST_GAIN)
+    def _estimate(self, arm: str, load: Load) -> Interval | None:
+        """Return the speedup over the baseline; None without a block that both have."""
+        if arm == self.baseline:
+            return Interval(estimate=1.0, low=1.0, high=1.0)
+        blocks, base = (self._blocks[name, load] for name in (arm, self.baseline))
+        if not blocks.keys() & base.keys():
+            return None
+        return estimate_speedup([*blocks.values()], [*base.values()])
 
     def _find_shared(self, load: Load) -> list[int]:
         """Return the indices of the blocks that all arms that are left have."""
