@@ -180,12 +180,18 @@ class Tuner:
         Raises:
             ServerFailed: it is the baseline, without which nothing can be compared.
         """
+        params = SamplingParams(max_tokens=self.config.max_tokens)
         try:
             with self.fleet.use(name), self._connect(self.arms[name]) as server:
                 for load, index in blocks:
                     what = "confirming" if is_final else "measuring"
                     self.notify(f"{load.label}: {what} {name}, block {index + 1}")
-                    block = self._measure_block(server, name, load, index, is_final)
+                    deck, number = self._find_deck(server), count_requests(load)
+                    prompts = deck.deal(load, index, number, is_final=is_final)
+                    before = server.read_metrics()
+                    block = measure_load(server, prompts, params, arm=name, load=load, index=index)
+                    drafting = find_drafting(block.answers, before, server.read_metrics())
+                    block = replace(block, drafting=drafting)
                     self._add(block, is_final)
                     self.state.append(BlockRecord(block=block, is_final=is_final))
                     self._check_drafts(block)
@@ -215,17 +221,6 @@ class Tuner:
         self.race.give_up(name, reason, load)
         self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
         self.notify(f"{name} given up: {reason}")
-
-    def _measure_block(
-        self, server: MeasuredServer, name: str, load: Load, index: int, is_final: bool
-    ) -> LoadBlock:
-        deck = self._find_deck(server)
-        prompts = deck.deal(load, index, count_requests(load), is_final=is_final)
-        params = SamplingParams(max_tokens=self.config.max_tokens)
-        before = server.read_metrics()
-        block = measure_load(server, prompts, params, arm=name, load=load, index=index)
-        drafting = find_drafting(block.answers, before, server.read_metrics())
-        return replace(block, drafting=drafting)
 
     def _add(self, block: LoadBlock, is_final: bool) -> None:
         self._blocks.setdefault((block.arm, block.load, is_final), []).append(block)
@@ -295,8 +290,10 @@ class Tuner:
         speedup = self._confirmed[load] = estimate_speedup(times, baseline)
         if not pays(speedup):
             return f"not confirmed on other prompts: {speedup.show()}"
-        check = self._check(name)
-        return None if check.status != "deviates" else f"it changes the text: {check.sentence}"
+        check = self._check(name) if self.config.audit_tokens else None
+        if check is not None and check.status == "deviates":
+            return f"it changes the text: {check.sentence}"
+        return None
 
     def _count_confirming(self, load: Load) -> int:
         """Return how many blocks of two arms fit into half of the time that is left, at least 3."""
@@ -307,9 +304,6 @@ class Tuner:
     def _check(self, name: str) -> ExactnessCheck:
         """Audit the text of an arm once, for all loads."""
         if name not in self._checks:
-            if not self.config.audit_tokens:
-                sentence = "The text was not audited: --audit-tokens is 0."
-                return ExactnessCheck(status="not_audited", sentence=sentence)
             names = (name,) if self.fleet.one_at_a_time else (name, self.race.baseline)
             with self.fleet.use(*names) as running:
                 self._checks[name] = check_text(
