@@ -107,7 +107,9 @@ def run(options: TuneOptions) -> int:
     earlier = None if options.compare is None else read_earlier(options.compare)
     arms = plan(options)
     if options.plan:
-        show_plan(arms)
+        console = SafeConsole(soft_wrap=True)
+        for arm in arms:
+            console.print(f"{arm.name}\n  {arm.started_command}", markup=False)
         return Exit.GOOD
     tuner: Tuner | None = None
     try:
@@ -181,13 +183,6 @@ def read_arms(texts: Sequence[str], ports: Iterator[int]) -> Iterator[Arm]:
         yield Arm(name=name, url=f"http://127.0.0.1:{port}/v1", command=tuple(words), typed=value)
 
 
-def show_plan(arms: Sequence[Arm]) -> None:
-    """Print the command of every arm, as it would be started."""
-    console = SafeConsole(soft_wrap=True)
-    for arm in arms:
-        console.print(f"{arm.name}\n  {arm.started_command}", markup=False)
-
-
 def fill_command(arguments: Sequence[str]) -> Sequence[str]:
     """Return the arguments with an empty command first where flags name what is tuned.
 
@@ -203,13 +198,7 @@ COMMAND = Command(
     run=run,
     has_positional=True,
     rewrite=fill_command,
-    lists={
-        "--arm": "",
-        "--draft": ",",
-        "--k": ",",
-        "--clients": ",",
-        "--temperature": ",",
-    },
+    lists={"--arm": "", **dict.fromkeys(("--draft", "--k", "--clients", "--temperature"), ",")},
     description="Find the fastest exact setting of speculation for the server you run: every\n"
     "setting is a server started once, all answer the same prompts in turns, slower ones are\n"
     "given up, and the fastest is confirmed on other prompts and audited.",

@@ -20,15 +20,14 @@ def print_tune(report: TuneReport, changes: Sequence[str] = ()) -> None:
             if arm.num_blocks:
                 table.add_row(*list_cells(report, arm))
         console.print(table, "")
-        if given_up := list_given_up(result):
-            console.print(
-                "given up:", *(f"  {line}" for line in given_up), "", sep="\n", markup=False
-            )
+        _print_list(console, "given up:", list_given_up(result))
     console.print(LEGEND, "", sep="\n", markup=False)
-    if changes:
-        console.print(
-            "since the earlier run:", *(f"  {line}" for line in changes), "", sep="\n", markup=False
-        )
+    _print_list(console, "since the earlier run:", changes)
     for item in list_advice(report):
         lines = [item.sentence] if item.command is None else [item.sentence, f"  {item.command}"]
         console.print(*lines, sep="\n", markup=False)
+
+
+def _print_list(console: SafeConsole, title: str, lines: Sequence[str]) -> None:
+    if lines:
+        console.print(title, *(f"  {line}" for line in lines), "", sep="\n", markup=False)
