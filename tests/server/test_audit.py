@@ -234,7 +234,7 @@ def test_no_limit_is_passed_by_a_server_that_misbehaves_in_every_way(limits):
     assert verdict.status == "cannot_judge"
     seen = " ".join(audit.progress.problems)
     assert "429" in seen and "more than the 20 tokens" in seen
-    assert "answers failed" in " ".join(verdict.notes)
+    assert " failed: " in " ".join(verdict.notes)
     assert len(received) <= config.max_requests
     assert sum(received) <= config.max_tokens
     assert audit.progress.spent.num_tokens <= config.max_tokens

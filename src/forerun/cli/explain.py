@@ -49,10 +49,10 @@ def run(options: ExplainOptions) -> int:
     if (options.request is not None or options.step is not None) and not options.quiz:
         return _explain(options)
 
-    from forerun.doctor.readers.trace_totals import sum_trace
+    from forerun.doctor.readers.trace_totals import collect_totals
     from forerun.trace.files import read_trace
 
-    totals = sum_trace(read_trace(options.file), options.request)
+    totals = collect_totals(read_trace(options.file), options.request)
     if not options.quiz:
         _print_summary(totals, options.file.name)
     _teach(totals, options)

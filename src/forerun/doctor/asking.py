@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from forerun.doctor.diagnosis import (
-    ANY_OTHER,
     CAUSES,
     EXPERIMENTS,
     ScoredCause,
@@ -172,9 +171,8 @@ def _choose_question(
     evidence: Evidence, answers: Mapping[str, Answer], number: int
 ) -> tuple[Item, ...]:
     """Return the items of the best question; none where asking should end."""
-    shares = _probabilities(evidence)
     scored = score_causes(evidence, CAUSES.values())
-    first = scored[0]
+    shares, first = _probabilities(evidence, scored), scored[0]
     is_understood = evidence.supposed or _has_symptom(evidence) or first.is_supported
     if not answers and not is_understood:
         opening = [name for name in _OPENING if name not in evidence]
@@ -223,8 +221,8 @@ def _has_symptom(evidence: Evidence) -> bool:
 
 def likeliest_causes(evidence: Evidence) -> tuple[ScoredCause, ...]:
     """Return the three likeliest causes, those with support first, then those without any."""
-    shares = _probabilities(evidence)
     scored = score_causes(evidence, CAUSES.values())
+    shares = _probabilities(evidence, scored)
     unsupported = sorted(
         (item for item in scored if not item.is_supported),
         key=lambda item: -shares[item.cause.label],
@@ -263,23 +261,21 @@ _KEYS = {
 _ASKED = [name for name, keys in _KEYS.items() if {c for key in keys for c in _MOVES[key]}]
 
 
-def _probabilities(evidence: Evidence) -> dict[str, float]:
+def _probabilities(evidence: Evidence, scored: Iterable[ScoredCause]) -> dict[str, float]:
     """Return the probability of every cause; what is missing to 1 is that of unlisted causes.
 
-    Unlike scores, they do not lower the share of a cause for which there is no evidence yet.
+    They are the scores without the penalty of a cause for which there is no evidence yet, and
+    lower where a cause does not explain the topic of the complaint.
     """
-    complaint = _topics_of(evidence)
-    logs = {}
-    for cause in CAUSES.values():
-        findings = [sign.finding(evidence) for sign in cause.signs]
-        logs[cause.label] = cause.prior + sum(f.weight for f in findings if f is not None)
-        if complaint and complaint.isdisjoint(_SHOWN_IN[cause.label]):
-            logs[cause.label] -= _UNSHOWN
-        if evidence.flag("acceptance_low") is False and _SHOWN_IN[cause.label] == {"acceptance"}:
-            logs[cause.label] -= _UNSHOWN
-    highest = max(logs.values())
-    shares = {label: math.exp(log - highest) for label, log in logs.items()}
-    total = sum(shares.values()) + math.exp(ANY_OTHER - highest)
+    complaint, shares, other = _topics_of(evidence), dict[str, float](), 1.0
+    for item in scored:
+        topics = _SHOWN_IN[item.cause.label]
+        is_unshown = bool(complaint) and complaint.isdisjoint(topics)
+        is_denied = evidence.flag("acceptance_low") is False and topics == {"acceptance"}
+        log = item.penalty - _UNSHOWN * (is_unshown + is_denied)
+        shares[item.cause.label] = item.score * math.exp(log)
+        other -= item.score
+    total = sum(shares.values()) + other
     return {label: share / total for label, share in shares.items()}
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from forerun.control.base import Plan, Tree
 from forerun.drafters.base import Drafter, DraftRequest, StepOutcome
-from forerun.drafters.heads import over_target_vocabulary
 from forerun.drafters.tree_growth import Candidates, Path, build_tree
 from forerun.models.base import LanguageModel
 from forerun.sampling.config import Choice, draft_params, resolve_verification
@@ -120,12 +119,14 @@ class MarginalDrafter(Drafter):
             is_valid = best > float("-inf")
             tokens = tokens if self.target_ids is None else self.target_ids[tokens]
         else:
-            if self.target_ids is not None:
-                rows = over_target_vocabulary(rows, self.target_ids, self.target.vocab_size)
             params = [draft_params(request.params) for request in requests]
             packed = pack_params(params, rows.device, [*range(num_requests)] * depth)
             rows = target_probs(rows, packed)
-            is_valid, probs = ~failed_rows(rows), rows.view(depth, num_requests, -1)
+            is_valid = ~failed_rows(rows)
+            if self.target_ids is not None:
+                whole = rows.new_zeros(len(rows), self.target.vocab_size)
+                rows = whole.index_copy_(1, self.target_ids, rows)
+            probs = rows.view(depth, num_requests, -1)
             levels = range(depth)
             if choice is Choice.COUPLED:
                 keys = [

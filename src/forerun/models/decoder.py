@@ -180,9 +180,9 @@ class Decoder:
         rope_scale: factor on sine and cosine.
         windows: per layer, how many positions a row sees, its own included; None: all. Empty: every
             layer sees all.
-        sliding_rotation: of layers whose rotation is 1 in `rotations`.
         causal_blocks: of a block drafter, per layer whether rows see no later rows of their block;
             windows count from the block's first row. Empty: there are no blocks.
+        sliding_rotation: of layers whose rotation is 1 in `rotations`.
         rotations: per layer; 0: `inv_freq`, -1: none. Empty: 0 everywhere.
         gelu: the gate is a GELU by tanh instead of a SiLU.
         residual_scale: factor on what a branch adds to the residual stream.
@@ -198,8 +198,8 @@ class Decoder:
     rope_scale: float
     tied: bool
     windows: tuple[int | None, ...] = ()
-    sliding_rotation: Rotation | None = None
     causal_blocks: tuple[bool, ...] = ()
+    sliding_rotation: Rotation | None = None
     rotations: tuple[int, ...] = ()
     gelu: bool = False
     embedding_scale: float = 1.0
@@ -320,6 +320,7 @@ def read_decoder(architecture: Architecture, settings: Mapping[str, Any]) -> Dec
         rope_scale=rope_scale,
         tied=settings["tie_word_embeddings"],
         windows=_list_windows(variant, settings, architecture.num_layers),
+        causal_blocks=(),
         sliding_rotation=sliding,
         rotations=_list_rotations(variant, settings, by_kind=is_rotated_by_kind),
         gelu=GATES[settings[variant.gate]],

@@ -19,7 +19,7 @@ from forerun.doctor.explain import (
     outcomes_of,
     write_lessons,
 )
-from forerun.doctor.readers.trace_totals import sum_trace
+from forerun.doctor.readers.trace_totals import collect_totals
 from forerun.errors import InvalidTrace
 from forerun.models.checkpoint import ModelFiles
 from forerun.trace import files
@@ -96,7 +96,7 @@ def after(steps):
 
 def measured(steps=STEPS):
     """The steps and as many plain ones."""
-    return sum_trace([HEADER, *steps, *after(steps)])
+    return collect_totals([HEADER, *steps, *after(steps)])
 
 
 def sections(found):
@@ -154,7 +154,7 @@ def test_every_section_asks_what_its_figures_answer():
 
 
 def test_the_verifier_that_is_shown_keeps_too_much():
-    found = sum_trace(read_trace(LENIENT))
+    found = collect_totals(read_trace(LENIENT))
     excess = found.acceptance.num_accepted - found.expected_accepted
     assert excess > 4.0 * math.sqrt(found.squares)
 
@@ -190,11 +190,11 @@ def test_a_trace_is_read_once(tmp_path, capsys, monkeypatch):
 def test_what_is_not_in_the_trace_is_left_out():
     trees = [replace(step, num_drafted=7, depth_drafted=4) for step in STEPS]
     for steps in (STEPS, trees):  # no plain steps; rows of trees
-        assert list(sections(sum_trace(steps))) == [
+        assert list(sections(collect_totals(steps))) == [
             "How far drafts are kept",
             "Whether the text is still the target's",
         ]
-    assert not sections(sum_trace([OTHER], "r"))
+    assert not sections(collect_totals([OTHER], "r"))
 
 
 def test_a_tree_is_told_depth_by_depth():

@@ -409,6 +409,26 @@ def test_drafting_that_takes_nearly_all_of_a_step_cannot_pay(tmp_path: Path):
     assert found.causes[0].scored.cause.label == "draft_too_slow"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_of_all_kinds_whose_first_drafts_are_refused_are_no_pattern(tmp_path, seed):
+    """60 requests, 8 at once; how hard a text is varies between requests and within them."""
+    random = Random(seed)
+    usual = [random.betavariate(4.0, 2.0) for _ in range(60)]
+    records: list[Record] = [HEADER]
+    for start in range(0, 60, 8):
+        now = dict.fromkeys(range(start, min(60, start + 8)), 0.0)
+        for step in range(30):
+            for name in now:
+                if random.random() < 0.2 or step == 1:
+                    now[name] = random.betavariate(6.0 * usual[name], 6.0 - 6.0 * usual[name])
+                accepted = next((k for k in range(4) if random.random() >= now[name]), 4)
+                cycle = 4 * start + step
+                values = {"request_id": f"r{name}", "step": step, "t_s": cycle / 50}
+                records.append(drafted(cycle, accepted, **values))
+    found = read_trace_evidence(written(tmp_path / "t.jsonl", records))
+    assert found.flag("requests_accept_nothing") is not True and not found.doubts
+
+
 def test_a_drafter_of_fixed_depth_drafts_too_much_and_has_no_wrong_positions(tmp_path: Path):
     """Two positions are accepted as usual, and none of the next: wrong rows would harm all."""
     found = diagnose(

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from forerun.doctor.audit.config import GRAMMAR, AuditConfig, Kind
-from forerun.doctor.audit.readings import ExpectedRows, TokenReading, read_sampled
+from forerun.doctor.audit.readings import DIRECTIONS, ExpectedRows, TokenReading, read_sampled
 from forerun.doctor.audit.records import Arm, AuditAnswer, Question
 from forerun.doctor.audit.reference import Reference
 
@@ -113,12 +113,6 @@ def _log_mean_exp(logs: Float[ndarray, " n"]) -> float:
 
 _WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.85, 1.0)
 """Shares of the tokens that a fault may concern; the likeliest counts."""
-PER_ANSWER = frozenset({"copied", "grammar", "ending", "text"})
-"""Directions that compare an answer, and bound no distribution of a token."""
-ONE_SIDED = PER_ANSWER | {"excluded", "excluded_by_far", "not_best", "repeats", "draft"}
-"""Directions that a fault moves up; the others may move either way."""
-_TOLERANCES = {"excluded": 0.05, "excluded_by_far": 0.02, "grammar": 0.005, "text": 5.0}
-"""Of directions that rounding moves less, or more, as shares of the tolerance."""
 EVERYTHING = "all"
 _SLOTS = 32
 """Bets of one group, of which some may never be made: directions, up and down."""
@@ -198,13 +192,13 @@ class Ledger:
             for name, (values, expected) in reading.values.items():
                 here, there = values[members], expected[members]
                 self._bet(tally, group, name, 1).update(here, there)
-                if name not in ONE_SIDED:
+                if DIRECTIONS[name].kind == "either way":
                     self._bet(tally, group, name, -1).update(1.0 - here, 1.0 - there)
 
     def _bet(self, tally: ArmTally, group: str, direction: str, sign: int) -> Bet:
         key = (group, direction, sign)
         if key not in tally.bets:
-            tally.bets[key] = Bet(self.config.tolerance * _TOLERANCES.get(direction, 1.0))
+            tally.bets[key] = Bet(self.config.tolerance * DIRECTIONS[direction].tolerance)
         return tally.bets[key]
 
     def _read(self, question: Question, answer: AuditAnswer, kind: Kind) -> TokenReading | None:
@@ -307,7 +301,8 @@ class Ledger:
         found: dict[str, float] = {}
         for item in self.deviations("served"):
             is_known = 2 * item.num_tokens > self.arms["served"].num_tokens[item.group]
-            if item.direction not in PER_ANSWER and (is_known or item.direction != "ends"):
+            is_of_answer = DIRECTIONS[item.direction].kind == "answer"
+            if not is_of_answer and (is_known or item.direction != "ends"):
                 found[item.group] = max(found.get(item.group, 0.0), -item.low, item.high)
         return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int64
@@ -26,23 +27,51 @@ _CHUNK = 64
 _FLOOR = 1e-9
 _MOST_RATIO = 50.0
 """Largest likelihood ratio of one token: a token at the edge of a filter must not decide."""
-DIRECTIONS: Mapping[str, str] = {
-    "best": "how often the most likely token is taken",
-    "likely": "how likely the tokens taken are, by rank",
-    "rare": f"how often tokens below {_RARE:g} are taken",
-    "low_ids": "position of the tokens in the order of their ids",
-    "repeats": f"how often one of the {_RECENT} tokens before is taken again",
-    "copied": "how often a second answer repeats the first",
-    "serial": "dependence of neighbouring tokens on the same noise",
-    "excluded": "tokens that the parameters exclude",
-    "excluded_by_far": "tokens far below those that the parameters leave",
-    "unprocessed": "how often tokens are taken that the parameters make less likely",
-    "ends": "how often the text ends",
-    "not_best": "at temperature 0, tokens that are not the most likely one, without near ties",
-    "grammar": "texts outside the grammar",
-    "ending": "texts that go on after their end or their limit",
-    "text": "texts that are not those of the token ids",
-    "draft": "how often tokens that the draft prefers are taken",
+
+
+class Direction(NamedTuple):
+    """What one number per token, or per answer, measures.
+
+    Attributes:
+        kind: of an answer, or of a token that a fault moves up, or either way.
+        tolerance: what rounding moves it by, as a share of the audit's tolerance.
+        untested: what is said of an audit that has no value of it; "" for nothing.
+    """
+
+    words: str
+    kind: Literal["answer", "up", "either way"] = "either way"
+    tolerance: float = 1.0
+    untested: str = ""
+
+
+DIRECTIONS: Mapping[str, Direction] = {
+    "best": Direction("how often the most likely token is taken"),
+    "likely": Direction("how likely the tokens taken are, by rank"),
+    "rare": Direction(f"how often tokens below {_RARE:g} are taken"),
+    "low_ids": Direction("position of the tokens in the order of their ids"),
+    "repeats": Direction(f"how often one of the {_RECENT} tokens before is taken again", "up"),
+    "copied": Direction("how often a second answer repeats the first", "answer"),
+    "serial": Direction("dependence of neighbouring tokens on the same noise"),
+    "excluded": Direction("tokens that the parameters exclude", "up", 0.05),
+    "excluded_by_far": Direction("tokens far below those that the parameters leave", "up", 0.02),
+    "unprocessed": Direction("how often tokens are taken that the parameters make less likely"),
+    "ends": Direction("how often the text ends", untested="how often texts end"),
+    "not_best": Direction(
+        "at temperature 0, tokens that are not the most likely one, without near ties", "up"
+    ),
+    "grammar": Direction("texts outside the grammar", "answer", 0.005),
+    "ending": Direction("texts that go on after their end or their limit", "answer"),
+    "text": Direction(
+        "texts that are not those of the token ids",
+        "answer",
+        5.0,
+        "texts against their token ids (give a --reference model)",
+    ),
+    "draft": Direction(
+        "how often tokens that the draft prefers are taken",
+        "up",
+        untested="small biases towards the draft (give --draft)",
+    ),
 }
 
 

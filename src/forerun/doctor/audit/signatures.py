@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from math import log
 
 from forerun.doctor.audit.alternatives import FAMILIES
-from forerun.doctor.audit.ledger import EVERYTHING, FEW, PER_ANSWER, Deviation, Ledger, Moments
+from forerun.doctor.audit.ledger import EVERYTHING, FEW, Deviation, Ledger, Moments
+from forerun.doctor.audit.readings import DIRECTIONS
 
 _FAVOURED = log(100.0)
 """Log-likelihood ratio from which a text supports an alternative, and one prevails over another."""
@@ -73,7 +74,7 @@ def find_facts(ledger: Ledger) -> frozenset[str]:
     everything, kinds = ledger.deviations("served"), ledger.config.kinds
     least = min(_STRONG_LOG_E, 0.7 * everything[0].log_e)
     strong = [item for item in everything if item.log_e >= least]
-    of_rows = [item for item in strong if item.direction not in PER_ANSWER]
+    of_rows = [item for item in strong if DIRECTIONS[item.direction].kind != "answer"]
     groups = {item.group for item in of_rows if item.direction != "ends"}
     deviating = [kind for kind in kinds if f"kind {kind.name}" in groups]
     by_direction = {item.direction: item for item in reversed(strong)}

@@ -11,7 +11,6 @@ from forerun.doctor.audit.config import FEW_TOKENS, ROUNDS
 from forerun.doctor.audit.endpoint import MOST_REQUESTS
 from forerun.doctor.audit.ledger import (
     EVERYTHING,
-    PER_ANSWER,
     SIGMAS,
     Deviation,
     Moments,
@@ -74,11 +73,6 @@ _GROUPS = {
     "step first": "the first token of a step",
     "step later": "the later tokens of a step",
     "step full": "the token after a whole draft that was accepted",
-}
-_OPTIONAL = {
-    "draft": "small biases towards the draft (give --draft)",
-    "ends": "how often texts end",
-    "text": "texts against their token ids (give a --reference model)",
 }
 
 
@@ -154,8 +148,8 @@ def untested_in_words(audit: Audit) -> tuple[str, ...]:
         for group in find_unspeculated(audit, (*kinds, *clients))
     ]
     tested = {name for _, name, _ in served.bets}
-    found += [words for name, words in _OPTIONAL.items() if name not in tested]
-    return tuple(found)
+    missing = [each.untested for name, each in DIRECTIONS.items() if name not in tested]
+    return (*found, *filter(None, missing))
 
 
 def find_unspeculated(audit: Audit, groups: Iterable[str]) -> list[str]:
@@ -249,16 +243,15 @@ def _with_alarm(audit: Audit, notes: tuple[str, ...], untested: tuple[str, ...])
     profile = audit.ledger.by_place(first.group, first.direction, in_step=False)
     steps = audit.ledger.by_place(first.group, first.direction, in_step=True)
     reasons = (
-        f"{DIRECTIONS[first.direction]}, in {_describe(first.group)}: "
+        f"{DIRECTIONS[first.direction].words}, in {_describe(first.group)}: "
         f"{first.mean:+.3f} ({first.low:+.3f} to {first.high:+.3f}) over {first.num_tokens} values",
         f"alarm after {audit.progress.alarm_tokens} tokens, e-value 10^"
         f"{audit.progress.peak_log_e / math.log(10):.1f}",
         *_control_words(audit, first),
         _speculation_in_words(audit),
     )
-    share = (
-        0.0 if first.direction in PER_ANSWER - {"copied"} else audit.share_without_ids(first.group)
-    )
+    needs_ids = first.direction == "copied" or DIRECTIONS[first.direction].kind != "answer"
+    share = audit.share_without_ids(first.group) if needs_ids else 0.0
     problem = None
     if cause == "denied":
         problem = _DENIED

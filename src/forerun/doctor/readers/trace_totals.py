@@ -583,10 +583,10 @@ class TraceTotals:
 
 def read_totals(path: Path) -> TraceTotals:
     """Read a trace, up to the limits; raises InvalidTrace if nothing of it can be read."""
-    return sum_trace(read_trace(path))
+    return collect_totals(read_trace(path))
 
 
-def sum_trace(items: Iterable[Item], request_id: str | None = None) -> TraceTotals:
+def collect_totals(items: Iterable[Item], request_id: str | None = None) -> TraceTotals:
     """Return the totals of a trace, up to the limits, or of one request of it."""
     totals = TraceTotals()
     for piece in pieces_of(
