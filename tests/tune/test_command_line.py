@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 from dataclasses import replace
 
@@ -300,3 +301,13 @@ def test_a_configuration_of_vllm_is_read_as_it_is_written(method, k, other) -> N
     dialect = DIALECTS["vllm"]
     again = dialect.read(["vllm", "serve", "m", *dialect.write_flags(command.speculation, command)])
     assert again is not None and again.speculation == command.speculation
+
+
+def test_keys_are_not_shown() -> None:
+    text = "HF_TOKEN=hf_1 OPENAI_API_KEY='a b' vllm serve m --api-key sk-2 --max-num-seqs 8"
+    arms = plan_arms(parse_command(text), (), (), iter(range(9000, 9100)))
+    for arm in arms:
+        for shown in (arm.shown_command, arm.started_command):
+            assert not re.search("hf_1|a b|sk-2", shown)
+        assert arm.environment["HF_TOKEN"] == "hf_1"
+    assert "--api-key ..." in arms[0].shown_command
