@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 from dataclasses import replace
 
@@ -104,8 +105,8 @@ def test_public_commands_are_read(source: str) -> None:
     assert command.speculation == speculation
     first, own, *others = plan(text).values()
     assert first.name == "none"
-    assert first.shown_command.startswith(plain)
-    assert f" --port {first.url[-7:-3]}" in first.shown_command
+    assert first.started_command.startswith(plain)
+    assert f" --port {first.url[-7:-3]}" in first.started_command
     assert own.speculation == speculation
     assert 2 <= len(others) <= 7
 
@@ -122,7 +123,7 @@ def test_a_command_is_shown_as_it_was_typed(source: str) -> None:
 def test_host_port_and_key_are_replaced() -> None:
     text = "vllm serve m --api-key secret --uds /tmp/s --port=1 --max-num-seqs 4 --host ::"
     none = plan(text)["none"]
-    assert none.shown_command == "vllm serve m --max-num-seqs 4 --host 127.0.0.1 --port 9000"
+    assert none.started_command == "vllm serve m --max-num-seqs 4 --host 127.0.0.1 --port 9000"
     assert "--api-key secret" in show_command(parse_command(text), Speculation())
 
 
@@ -196,7 +197,7 @@ def test_drafts_and_k_are_those_that_are_named() -> None:
     arms = plan("forerun serve zoo:code-11m", ("zoo:code-2m", "self:2"), (6,))
     assert list(arms) == ["none", "auto", "draft zoo:code-2m K=6", "draft self:2 K=6"]
     fixed = "--draft zoo:code-2m --k 6 --controller fixed"
-    assert fixed in arms["draft zoo:code-2m K=6"].shown_command
+    assert fixed in arms["draft zoo:code-2m K=6"].started_command
 
 
 def test_the_kind_of_a_draft_is_in_its_config(tmp_path) -> None:
@@ -300,3 +301,13 @@ def test_a_configuration_of_vllm_is_read_as_it_is_written(method, k, other) -> N
     dialect = DIALECTS["vllm"]
     again = dialect.read(["vllm", "serve", "m", *dialect.write_flags(command.speculation, command)])
     assert again is not None and again.speculation == command.speculation
+
+
+def test_keys_are_not_shown() -> None:
+    text = "HF_TOKEN=hf_1 OPENAI_API_KEY='a b' vllm serve m --api-key sk-2 --max-num-seqs 8"
+    arms = plan_arms(parse_command(text), (), (), iter(range(9000, 9100)))
+    for arm in arms:
+        for shown in (arm.shown_command, arm.started_command):
+            assert not re.search("hf_1|a b|sk-2", shown)
+        assert arm.environment["HF_TOKEN"] == "hf_1"
+    assert "--api-key ..." in arms[0].shown_command

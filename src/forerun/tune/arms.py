@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,11 @@ from forerun.errors import InvalidRequest
 
 NONE = "none"
 """Method and name of the arm that decodes without speculation."""
+
+_SECRET = re.compile(
+    r"(--api[-_]key[= ]+|\b\w*(?:API_KEY|TOKEN|SECRET)=)('[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE
+)
+"""A flag or an environment variable with a secret, and its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,11 @@ class ServerCommand:
     address: tuple[str, ...] = ()
 
 
+def hide_keys(command: str) -> str:
+    """Return a command line with "..." for the values of API keys and tokens in it."""
+    return _SECRET.sub(r"\1...", command)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """One server that is measured: one that tune starts, or one that runs already.
@@ -87,12 +98,12 @@ class Arm:
     def started_command(self) -> str:
         """Return the command that tune starts, as one would type it, or else the URL."""
         words = [f"{name}={value}" for name, value in self.environment.items()]
-        return shlex.join([*words, *self.command]) or self.url
+        return hide_keys(shlex.join([*words, *self.command])) or self.url
 
     @property
     def shown_command(self) -> str:
         """Return the command to use once this arm is chosen; the URL of a running server."""
-        return self.typed or self.started_command
+        return hide_keys(self.typed) or self.started_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -26,7 +26,7 @@ import psutil
 from forerun.bounded_read import parse_json
 from forerun.client.door import KEY_HINT, UNAUTHORIZED, Door, answer_deadline, authorization
 from forerun.client.urls import hide_urls
-from forerun.errors import ForerunError, ServerUnavailable, UnreadableInput
+from forerun.errors import ServerUnavailable, UnreadableInput
 from forerun.terminal_text import printable
 from forerun.tune import supervisor
 from forerun.tune.arms import Arm
@@ -77,7 +77,7 @@ _POINTER = "For further information visit"
 """Pydantic's line below an error."""
 
 
-class ServerFailed(ForerunError):
+class ServerFailed(ServerUnavailable):
     """A server did not start, was not ready in time or ended; the message is one line."""
 
 

@@ -95,7 +95,7 @@ class TuneReport:
         baseline: name of the arm that the others are compared with.
         memory_bytes: main memory of every arm's server.
         start_s: seconds from its start until it answered.
-        minutes: that the run took, those before an interruption included.
+        minutes: since the run was started, or last resumed.
         is_complete: whether every load was decided, and its recommendation confirmed.
         versions: of forerun, and of the measured server as it names itself.
         acceptance_length: tokens per step that drafts had by chance; None: as they were accepted.

@@ -18,7 +18,7 @@ from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
-from forerun.tune.arms import Arm, Load
+from forerun.tune.arms import Arm, Load, hide_keys
 from forerun.tune.check import ExactnessCheck, check_text
 from forerun.tune.config import TuneConfig
 from forerun.tune.drafting import find_drafting, sum_drafting
@@ -50,7 +50,7 @@ BLOCKS_PER_START = 3
 def describe_settings(arms: Sequence[Arm], config: TuneConfig, source: str) -> dict[str, str]:
     """Return what an interrupted run must share with the one that goes on, as text by name."""
     return {
-        "command": source,
+        "command": hide_keys(source),
         "arms": ", ".join(arm.name for arm in arms),
         "loads": "; ".join(load.label for load in config.loads),
         "max_tokens": str(config.max_tokens),
@@ -80,7 +80,7 @@ class Tuner:
         notify: Notify,
     ) -> None:
         self.arms = {arm.name: arm for arm in arms}
-        self.config, self.source, self.folder = config, source, folder
+        self.config, self.source, self.folder = config, hide_keys(source), folder
         self.notify = notify
         self.state = RunState(folder, describe_settings(arms, config, source))
         self.race = Race(list(self.arms), config.loads)
@@ -195,7 +195,7 @@ class Tuner:
                     self._add(block, is_final)
                     self.state.append(BlockRecord(block=block, is_final=is_final))
                     self._check_drafts(block)
-        except (InvalidRequest, ServerFailed, ServerUnavailable) as error:
+        except (InvalidRequest, ServerUnavailable) as error:
             reason = self.fleet.find_failure(name) or str(error)
             self.fleet.stop(name)
             if name == self.race.baseline:
@@ -212,8 +212,8 @@ class Tuner:
         llama.cpp serves without speculation if a draft does not fit.
         """
         speculation, drafting = self.arms[block.arm].speculation, block.drafting
-        has_draft = speculation is not None and speculation.draft is not None
-        if has_draft and drafting is not None and not drafting.num_drafted:
+        must_draft = speculation is not None and None not in (speculation.draft, speculation.k)
+        if must_draft and drafting is not None and not drafting.num_drafted:
             raise ServerFailed("it served without drafting a single token; its log may say why")
 
     def _give_up(self, name: str, reason: str, load: Load | None = None) -> None:

@@ -54,7 +54,7 @@ class EngineDialect(ABC):
         metrics_flag: makes the server count its drafts.
         methods: the engine's words for a method, by words that users may write in `drafts`.
         weightless: methods that need no draft's weights.
-        usual: methods that are tried though nobody names them.
+        usual: methods that are tried though no one names them.
         synthetic: options that make the server accept drafts by chance, with "{}" for the mean
             acceptance length; empty where the engine cannot.
     """
