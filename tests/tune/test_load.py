@@ -148,9 +148,6 @@ def test_the_final_measurement_has_prompts_of_its_own():
     final = deck.deal(LOAD, 0, 3, is_final=True) + deck.deal(BUSY, 0, 3, is_final=True)
     assert not {p.rpartition("\n")[2] for p in final} & chosen
     assert final[:5] == ["p3", "p7", "p11", "p15", "p19"] and final[5].endswith("\np3")
-    few = PromptDeck(["p"], 1)
-    prompts = few.deal(LOAD, 0, 2) + few.deal(LOAD, 0, 2, is_final=True)
-    assert len({*prompts}) == 3  # a new server's cache has no final prompt at its first use
 
 
 def test_a_run_that_goes_on_deals_the_same():
@@ -178,10 +175,14 @@ def test_a_mark_is_the_first_line_of_a_conversation():
 def test_prompts_of_a_file_become_conversations_or_stay_texts(tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    path.write_text("\n".join(map(json.dumps, [{"prompt": "t"}, {"messages": turns}])))
-    user = {"role": "user", "content": "t"}
-    assert list_prompts(path, is_chat=True) == [(user,), (turns[0],)]
+    texts = [{"prompt": text} for text in ("t", "u", "t", "v")]
+    path.write_text("\n".join(map(json.dumps, [*texts, {"messages": turns}])))
+    users = [({"role": "user", "content": text},) for text in ("t", "u", "v")]
+    assert list_prompts(path, is_chat=True) == [*users, (turns[0],)]
     with pytest.raises(InvalidRequest, match="is a conversation"):
+        list_prompts(path, is_chat=False)
+    path.write_text("\n".join(map(json.dumps, texts)))
+    with pytest.raises(InvalidRequest, match="has 3 different prompts; 4 are needed"):
         list_prompts(path, is_chat=False)
     assert isinstance(list_prompts(None, is_chat=False)[0], str)
     shipped = list_prompts(None, is_chat=True)

@@ -81,7 +81,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path):
         ("notes", "is not of forerun tune"),
         ('{"type": "block"}\n', "state.jsonl:1 is no record"),
         ("[]\n", "state.jsonl:1 is no record"),
-        (json.dumps({"type": "given up", "arm": "a", "reason": "b"}) + "\n", "is not of forerun"),
+        (json.dumps({"type": "prompts", "run": 1, "is_chat": True}) + "\n", "is not of forerun"),
         ('{"header": {}}\nx', "state.jsonl:1 is no record"),
     ],
 )

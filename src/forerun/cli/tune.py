@@ -160,7 +160,11 @@ def plan(options: TuneOptions) -> list[Arm]:
 
     ports = free_ports()
     if options.arm:
-        return list(read_arms(options.arm, ports))
+        arms = list(read_arms(options.arm, ports))
+        if len({arm.name for arm in arms}) < max(2, len(arms)):
+            names = ", ".join(arm.name for arm in arms)
+            raise InvalidRequest(f"--arm needs two arms or more, of different names, not {names}")
+        return arms
     return plan_arms(
         parse_command(options.source),
         options.draft,
@@ -175,9 +179,6 @@ def read_arms(texts: Sequence[str], ports: Iterator[int]) -> Iterator[Arm]:
     from forerun.client.urls import is_url, shown_url
     from forerun.tune.command_line import split_command
 
-    names = [text.partition("=")[0] for text in texts]
-    if len(set(names)) < max(2, len(names)):
-        raise InvalidRequest(f"--arm needs two or more arms of different names, not {names!r:.200}")
     for text in texts:
         name, _, value = text.partition("=")
         if not name or not value or not name.isprintable():

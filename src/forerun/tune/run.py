@@ -59,7 +59,7 @@ def describe_settings(arms: Sequence[Arm], config: TuneConfig, source: str) -> d
     """Return what an interrupted run must share with the one that goes on, as text by name."""
     return {
         "command": hide_keys(source),
-        "arms": "; ".join(f"{arm.name}: {arm.shown_command}" for arm in arms),
+        "arms": "; ".join(f"{arm.name}: {hide_keys(arm.typed)}" for arm in arms),
         "loads": "; ".join(load.label for load in config.loads),
         "max_tokens": str(config.max_tokens),
         "acceptance_length": str(config.acceptance_length),
