@@ -183,6 +183,8 @@ class Tuner:
         params = SamplingParams(max_tokens=self.config.max_tokens)
         try:
             with self.fleet.use(name), self._connect(self.arms[name]) as server:
+                if name == self.race.baseline and (version := server.read_version()):
+                    self.versions["server"] = version
                 for load, index in blocks:
                     what = "confirming" if is_final else "measuring"
                     self.notify(f"{load.label}: {what} {name}, block {index + 1}")
