@@ -32,7 +32,7 @@ BLOCK = LoadBlock(
 RECORDS = [
     BlockRecord(block=BLOCK),
     GivenUpRecord(arm="a", reason="slow", load=LOAD),
-    GivenUpRecord(arm="b", reason="it ended"),
+    GivenUpRecord(arm="b", reason="it ended", load=Load(clients=4)),
     BlockRecord(block=BLOCK, is_final=True),
     AuditRecord(arm="none", report={"status": "exact", "tokens": 4000}),
 ]

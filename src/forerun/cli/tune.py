@@ -105,6 +105,11 @@ def run(options: TuneOptions) -> int:
         acceptance_length=options.acceptance_length,
     )
     earlier = None if options.compare is None else read_earlier(options.compare)
+    if options.compare is not None and options.compare.parent.resolve() == options.out.resolve():
+        raise InvalidRequest(
+            f"--compare {options.compare} is of the run that --out {options.out} would go on with: "
+            "name another folder with --out"
+        )
     arms = plan(options)
     if options.plan:
         console = SafeConsole(soft_wrap=True)
@@ -168,19 +173,29 @@ def plan(options: TuneOptions) -> list[Arm]:
 def read_arms(texts: Sequence[str], ports: Iterator[int]) -> Iterator[Arm]:
     """Yield the arms of NAME=COMMAND and NAME=URL."""
     from forerun.client.urls import is_url, shown_url
+    from forerun.tune.command_line import split_command
 
+    names = [text.partition("=")[0] for text in texts]
+    if len(set(names)) < max(2, len(names)):
+        raise InvalidRequest(f"--arm needs two or more arms of different names, not {names!r:.200}")
     for text in texts:
         name, _, value = text.partition("=")
-        if not name or not value:
-            raise InvalidRequest(f"--arm {text!r} is not NAME=COMMAND or NAME=URL")
+        if not name or not value or not name.isprintable():
+            raise InvalidRequest(f"--arm {text!r:.200} is not NAME=COMMAND or NAME=URL")
         if is_url(value):
             yield Arm(name=name, url=value, typed=shown_url(value))
             continue
         if "{port}" not in value:
             raise InvalidRequest(f"--arm {text!r} has no {{port}}, where its port belongs")
         port = next(ports)
-        words = shlex.split(value.replace("{port}", str(port)))
-        yield Arm(name=name, url=f"http://127.0.0.1:{port}/v1", command=tuple(words), typed=value)
+        environment, words = split_command(value.replace("{port}", str(port)))
+        yield Arm(
+            name=name,
+            url=f"http://127.0.0.1:{port}/v1",
+            command=tuple(words),
+            environment=environment,
+            typed=value,
+        )
 
 
 def fill_command(arguments: Sequence[str]) -> Sequence[str]:

@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from forerun.client.urls import shown_url
 from forerun.errors import InvalidRequest
 
 NONE = "none"
 """Method and name of the arm that decodes without speculation."""
 
 _SECRET = re.compile(
-    r"(--api[-_]key[= ]+|\b\w*(?:API_KEY|TOKEN|SECRET)=)('[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE
+    r"""('?)(--?[\w-]*(?:key|token|secret|password)|-hft|\b\w*(?:KEY|TOKEN|SECRET|PASSWORD))"""
+    r"""(=|\s+(?:\\\s+)?)((?<=')[^']*|'[^']*'|"[^"]*"|[^\s']+)"""
 )
 """A flag or an environment variable with a secret, and its value."""
 
@@ -71,7 +73,7 @@ class ServerCommand:
 
 def hide_keys(command: str) -> str:
     """Return a command line with "..." for the values of API keys and tokens in it."""
-    return _SECRET.sub(r"\1...", command)
+    return _SECRET.sub(r"\1\2\3...", command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,7 @@ class Arm:
     def started_command(self) -> str:
         """Return the command that tune starts, as one would type it, or else the URL."""
         words = [f"{name}={value}" for name, value in self.environment.items()]
-        return hide_keys(shlex.join([*words, *self.command])) or self.url
+        return hide_keys(shlex.join([*words, *self.command])) or shown_url(self.url)
 
     @property
     def shown_command(self) -> str:

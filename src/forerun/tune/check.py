@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from forerun.doctor.audit.config import AuditConfig
-from forerun.doctor.audit.prepare import AuditSource, prepare_audit, read_kinds
+from forerun.doctor.audit.prepare import AuditSource, prepare_audit
 from forerun.doctor.audit.verdict import judge
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.tune.arms import Arm
@@ -34,11 +34,24 @@ class ExactnessCheck:
     bound: float | None = None
 
 
+_LEAST_CLIENTS, _MOST_CLIENTS = 8, 64
+"""Requests at once in an audit, where some are sent together."""
+
+
+def check_tokens(num_tokens: int) -> None:
+    """Raise InvalidRequest where so many output tokens can never suffice for a verdict."""
+    try:
+        AuditConfig(max_tokens=num_tokens).check_enough()
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).replace("--tokens", "--audit-tokens")) from error
+
+
 def check_text(
     arm: Arm,
     baseline: Arm | None,
     num_tokens: int,
     *,
+    num_clients: int,
     prompts: Path | None,
     notify: Notify,
 ) -> ExactnessCheck:
@@ -50,9 +63,10 @@ def check_text(
     """
     reference = None if baseline is None else baseline.url
     source = AuditSource(url=arm.url, reference=reference, prompts=prompts)
-    config = AuditConfig(max_tokens=num_tokens, kinds=read_kinds(prompts))
+    config = AuditConfig(
+        max_tokens=num_tokens, num_clients=min(_MOST_CLIENTS, max(_LEAST_CLIENTS, num_clients))
+    )
     try:
-        config.check_enough()
         with ExitStack() as stack:
             audit = prepare_audit(source, config, stack)
             audit.run(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from types import MappingProxyType
 
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, Range
 from forerun.tune.arms import Arm, ServerCommand, Speculation
 from forerun.tune.engines.base import EngineDialect
 from forerun.tune.engines.forerun import ForerunDialect
@@ -39,13 +39,7 @@ def parse_command(text: str) -> ServerCommand:
     Raises:
         InvalidRequest: the command cannot be read, starts no known server, or names no model.
     """
-    words = _split_words(text)
-    environment: dict[str, str] = {}
-    while words and (words[0] == "export" or ASSIGNMENT.fullmatch(words[0])):
-        if found := ASSIGNMENT.fullmatch(words.pop(0)):
-            environment[found[1]] = _expand(found[2], environment)
-    _check_words(words, environment)
-    words = [_expand(word, environment) for word in words]
+    environment, words = split_command(text)
     for dialect in DIALECTS.values():
         if command := dialect.read(words):
             return replace(command, environment=MappingProxyType(environment))
@@ -53,6 +47,21 @@ def parse_command(text: str) -> ServerCommand:
         f"{shlex.join(words)!r:.80} starts no server that tune knows (vllm serve, llama-server, "
         "sglang.launch_server, forerun serve): give each setting's command with --arm NAME=COMMAND"
     )
+
+
+def split_command(text: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variables before a command, and its words.
+
+    Raises:
+        InvalidRequest: the command cannot be read.
+    """
+    words = _split_words(text)
+    environment: dict[str, str] = {}
+    while words and (words[0] == "export" or ASSIGNMENT.fullmatch(words[0])):
+        if found := ASSIGNMENT.fullmatch(words.pop(0)):
+            environment[found[1]] = _expand(found[2], environment)
+    _check_words(words, environment)
+    return environment, [_expand(word, environment) for word in words]
 
 
 def plan_arms(
@@ -76,6 +85,8 @@ def plan_arms(
         InvalidRequest: a draft is a method that needs weights, or the engine cannot accept by
             chance.
     """
+    for k in ks:
+        Range("--k", 1, 256, integer=True).check(k)
     dialect = DIALECTS[command.engine]
     arms: dict[str, Arm] = {}
     speculations = dialect.list_speculations(command, drafts, ks)

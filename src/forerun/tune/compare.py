@@ -93,4 +93,6 @@ def _read(ends: Ends | None) -> Interval | None:
     """Return an interval of two blocks or more; None for others."""
     if ends is None or not ends.low or ends.high is None:
         return None
+    if not 0.0 < ends.low <= ends.estimate <= ends.high:
+        return None
     return Interval(estimate=ends.estimate, low=ends.low, high=ends.high)

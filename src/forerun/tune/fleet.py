@@ -97,7 +97,7 @@ class Fleet:
         if (server := self._running.get(name)) is not None:
             server.resume()
             return
-        server = self._running[name] = ServerProcess(arm, self._logs / f"{_file_name(name)}.log")
+        server = self._running[name] = ServerProcess(arm, self._logs / self._name_log(name))
         try:
             started_s = time.monotonic()
             server.start()
@@ -107,6 +107,11 @@ class Fleet:
         except BaseException:
             self.stop(name)
             raise
+
+    def _name_log(self, name: str) -> str:
+        """Return a file name of its own for every arm."""
+        plain = "".join(c if c.isalnum() or c in "-=." else "_" for c in name)
+        return f"{list(self.arms).index(name)}-{plain[:100]}.log"
 
     def _make_room(self, needed: Sequence[str]) -> None:
         """Stop servers that are not needed where one more would not fit beside them."""
@@ -119,7 +124,3 @@ class Fleet:
         if self.one_at_a_time:
             for name in set(self._running) - set(needed):
                 self.stop(name)
-
-
-def _file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-=." else "_" for c in name)[:100]

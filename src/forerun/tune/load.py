@@ -7,6 +7,7 @@ in blocks of the same index, so that a slower machine slows them all.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +27,8 @@ from forerun.tune.drafting import DraftingCounts
 from forerun.tune.race import BlockTimes
 from forerun.tune.server import MeasuredServer, Prompt, TimedAnswer
 
-FINAL_SHARE = 0.25
-"""Share of the prompts that only the final measurement takes."""
+LEAST_PROMPTS = 4
+"""Of so many prompts one is kept for the final measurement."""
 
 
 def list_prompts(path: Path | None, *, is_chat: bool) -> list[Prompt]:
@@ -37,7 +38,7 @@ def list_prompts(path: Path | None, *, is_chat: bool) -> list[Prompt]:
         is_chat: whether texts are sent as messages of a user. Without it a conversation is refused.
 
     Raises:
-        InvalidRequest: there are no prompts, one is damaged, or one is a conversation.
+        InvalidRequest: there are too few prompts, one is damaged, or one is a conversation.
     """
     if path is None:
         shipped = chat_prompts() if is_chat else held_out_prompts()
@@ -45,7 +46,14 @@ def list_prompts(path: Path | None, *, is_chat: bool) -> list[Prompt]:
         entries = [PromptEntry(where="shipped", text=text) for text in texts]
     else:
         entries = read_prompts(path)
-    return [_build_prompt(entry, is_chat) for entry in entries]
+    prompts = [_build_prompt(entry, is_chat) for entry in entries]
+    distinct = list({json.dumps(prompt): prompt for prompt in prompts}.values())
+    if len(distinct) < LEAST_PROMPTS:
+        raise InvalidRequest(
+            f"--prompts {path} has {len(distinct)} different prompts; {LEAST_PROMPTS} are needed, "
+            "one of which confirms the choice"
+        )
+    return distinct
 
 
 def _build_prompt(entry: PromptEntry, is_chat: bool) -> Prompt:
@@ -65,16 +73,14 @@ class PromptDeck:
     interrupted run that asks for its blocks in the order of their records has the same ones.
 
     Args:
-        prompts: every fourth is kept for the final measurement, if there are four.
+        prompts: at least four; every fourth is kept for the final measurement.
         run: number in the first lines, different from run to run.
         marks_all: whether even new prompts have a first line, because the servers ran before.
     """
 
     def __init__(self, prompts: Sequence[Prompt], run: int, *, marks_all: bool = False) -> None:
-        step = round(1 / FINAL_SHARE)
-        self._final = tuple(prompts[step - 1 :: step]) or tuple(prompts)
-        kept = len(prompts) >= step
-        self._choosing = tuple(p for n, p in enumerate(prompts, 1) if not kept or n % step)
+        self._final = tuple(prompts[LEAST_PROMPTS - 1 :: LEAST_PROMPTS])
+        self._choosing = tuple(p for n, p in enumerate(prompts, 1) if n % LEAST_PROMPTS)
         self._run, self._marks_all = run, marks_all
         self._dealt: dict[tuple[Load, int, bool], list[Prompt]] = {}
         self._places = {False: count(), True: count()}

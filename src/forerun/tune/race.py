@@ -152,6 +152,14 @@ class Race:
                 self._close.discard(each)
                 self._num_compared[each] = LEAST_BLOCKS - 1
 
+    def end(self) -> None:
+        """Rank the arms as they are, because the time is over."""
+        self.is_out_of_time = True
+        for load in self.loads:
+            for arm in self.living(load):
+                if not self._blocks[arm, load] and arm != self.baseline:
+                    self._reasons[arm, load] = NO_TIME
+
     def living(self, load: Load) -> list[str]:
         """Return the arms that are still measured at a load, the baseline among them."""
         return [arm for arm in self.arms if (arm, load) not in self._reasons]

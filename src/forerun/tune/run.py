@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
 from forerun.tune.arms import Arm, Load, hide_keys
-from forerun.tune.check import ExactnessCheck, check_text
+from forerun.tune.check import ExactnessCheck, check_text, check_tokens
 from forerun.tune.config import TuneConfig
 from forerun.tune.drafting import find_drafting, sum_drafting
 from forerun.tune.fleet import Fleet, Notify
@@ -33,10 +34,10 @@ from forerun.tune.load import (
     measure_load,
 )
 from forerun.tune.process import ServerFailed
-from forerun.tune.race import LEAST_BLOCKS, NO_TIME, Race, estimate_speedup, pays
+from forerun.tune.race import LEAST_BLOCKS, Race, estimate_speedup, pays
 from forerun.tune.report import ArmResult, LoadResult, TuneReport
 from forerun.tune.server import MeasuredServer
-from forerun.tune.state import AuditRecord, BlockRecord, GivenUpRecord, RunState
+from forerun.tune.state import AuditRecord, BlockRecord, GivenUpRecord, PromptsRecord, RunState
 
 RACE_SHARE = 0.7
 """Share of the minutes for choosing; the rest confirms and audits what was chosen."""
@@ -47,15 +48,22 @@ BLOCKS_PER_START = 3
 """Blocks of an arm before the next one starts, where servers run one at a time."""
 
 
+def describe_prompts(path: Path | None) -> str:
+    """Return a path with a digest of what it holds, if it is a file."""
+    if path is None or not path.is_file():
+        return str(path or "shipped")
+    return f"{path} ({hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
+
+
 def describe_settings(arms: Sequence[Arm], config: TuneConfig, source: str) -> dict[str, str]:
     """Return what an interrupted run must share with the one that goes on, as text by name."""
     return {
         "command": hide_keys(source),
-        "arms": ", ".join(arm.name for arm in arms),
+        "arms": "; ".join(f"{arm.name}: {arm.shown_command}" for arm in arms),
         "loads": "; ".join(load.label for load in config.loads),
         "max_tokens": str(config.max_tokens),
         "acceptance_length": str(config.acceptance_length),
-        "prompts": "" if config.prompts is None else str(config.prompts),
+        "prompts": describe_prompts(config.prompts),
     }
 
 
@@ -93,6 +101,9 @@ class Tuner:
             notify=notify,
         )
         self.versions = {"forerun": __version__}
+        list_prompts(config.prompts, is_chat=True)  # refused before a server is started
+        if config.audit_tokens:
+            check_tokens(config.audit_tokens)
         self._deck: PromptDeck | None = None
         self._blocks: dict[tuple[str, Load, bool], list[LoadBlock]] = {}
         self._checks: dict[str, ExactnessCheck] = {}
@@ -119,9 +130,8 @@ class Tuner:
         with self.state, self.fleet:
             self._restore()
             self._choose()
-            if self.config.acceptance_length is None:
-                for load in self.config.loads:
-                    self._confirm(load)
+            while self.config.acceptance_length is None and (pending := self._list_undecided()):
+                self._confirm(pending[0])
         return self.report()
 
     def report(self) -> TuneReport:
@@ -140,6 +150,9 @@ class Tuner:
             versions=self.versions,
         )
 
+    def _list_undecided(self) -> list[Load]:
+        return [load for load in self.config.loads if load not in self._recommended]
+
     def _restore(self) -> None:
         """Take over what an interrupted run measured and decided."""
         for record in self.state.records:
@@ -147,6 +160,8 @@ class Tuner:
                 self._add(record.block, record.is_final)
             elif isinstance(record, AuditRecord):
                 self._checks[record.arm] = msgspec.convert(record.report, ExactnessCheck)
+            elif isinstance(record, PromptsRecord):
+                self._make_deck(record)
             else:
                 self.race.give_up(record.arm, record.reason, record.load)
 
@@ -157,10 +172,10 @@ class Tuner:
         self.race.finish_round(self._find_seconds_left())  # of what an interrupted run measured
         while planned := self.race.plan_round():
             for name, group in groupby(planned, key=lambda block: block[0]):
-                if self._find_seconds_left() <= 0.0 and name != self.race.baseline:
-                    self.race.give_up(name, NO_TIME)  # a run that goes on has time again
-                else:
-                    self._measure(name, [(load, index) for _, load, index in group])
+                if self._find_seconds_left() <= 0.0 and self._blocks:
+                    self.race.end()
+                    return
+                self._measure(name, [(load, index) for _, load, index in group])
             if self.fleet.one_at_a_time and self.race.blocks_per_round == 1:
                 self.race.blocks_per_round = BLOCKS_PER_START
             start_s = max(self.fleet.start_s.values(), default=0.0)
@@ -219,9 +234,13 @@ class Tuner:
             raise ServerFailed("it served without drafting a single token; its log may say why")
 
     def _give_up(self, name: str, reason: str, load: Load | None = None) -> None:
-        """Measure an arm no more at a load, or at all."""
+        """Measure an arm no more at a load, or at all until the run is started again."""
         self.race.give_up(name, reason, load)
-        self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
+        if load is None:
+            decided = self._recommended.items()
+            self._recommended = {each: arm for each, arm in decided if arm != name}
+        else:
+            self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
         self.notify(f"{name} given up: {reason}")
 
     def _add(self, block: LoadBlock, is_final: bool) -> None:
@@ -243,14 +262,20 @@ class Tuner:
     def _find_deck(self, server: MeasuredServer) -> PromptDeck:
         """Return the prompts, as conversations if the first server that is measured takes them."""
         if self._deck is None:
-            entries = list_prompts(self.config.prompts, is_chat=server.can_chat())
-            has_urls = any(not arm.command for arm in self.arms.values())
-            self._deck = PromptDeck(entries, secrets.randbits(32), marks_all=has_urls)
-            for record in self.state.records:  # the order of the calls decides the prompts
-                if isinstance(record, BlockRecord):
-                    load = record.block.load
-                    number = count_requests(load)
-                    self._deck.deal(load, record.block.index, number, is_final=record.is_final)
+            record = PromptsRecord(run=secrets.randbits(32), is_chat=server.can_chat())
+            self._deck = self._make_deck(record)
+            self.state.append(record)
+        return self._deck
+
+    def _make_deck(self, prompts: PromptsRecord) -> PromptDeck:
+        """Deal the prompts of recorded blocks first: the order of the calls decides which."""
+        entries = list_prompts(self.config.prompts, is_chat=prompts.is_chat)
+        has_urls = any(not arm.command for arm in self.arms.values())
+        self._deck = PromptDeck(entries, prompts.run, marks_all=has_urls)
+        for record in self.state.records:
+            if isinstance(record, BlockRecord):
+                load, index = record.block.load, record.block.index
+                self._deck.deal(load, index, count_requests(load), is_final=record.is_final)
         return self._deck
 
     def _warm_up(self, arm: Arm) -> None:
@@ -293,6 +318,8 @@ class Tuner:
         if not pays(speedup):
             return f"not confirmed on other prompts: {speedup.show()}"
         check = self._check(name) if self.config.audit_tokens else None
+        if (failure := self.fleet.find_failure(name)) is not None:
+            return f"it ended in the audit: {failure}"
         if check is not None and check.status == "deviates":
             return f"it changes the text: {check.sentence}"
         return None
@@ -312,10 +339,12 @@ class Tuner:
                     running[name],
                     running.get(self.race.baseline),
                     self.config.audit_tokens,
+                    num_clients=max(load.clients for load in self.config.loads),
                     prompts=self.config.prompts,
                     notify=self.notify,
                 )
-            self.state.append(AuditRecord(arm=name, report=asdict(self._checks[name])))
+            if self.fleet.find_failure(name) is None:
+                self.state.append(AuditRecord(arm=name, report=asdict(self._checks[name])))
         return self._checks[name]
 
     # --------------------------------------------------------------------------------- results

@@ -33,16 +33,24 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
     is_final: bool = False
 
 
-class GivenUpRecord(msgspec.Struct, frozen=True, kw_only=True, tag="given up"):
-    """An arm that is measured no more.
+class PromptsRecord(msgspec.Struct, frozen=True, kw_only=True, tag="prompts"):
+    """What decides which prompts the blocks have.
 
     Attributes:
-        load: None for every load, because its server failed.
+        run: number in the first lines of prompts that are used again.
+        is_chat: whether prompts are sent as conversations.
     """
+
+    run: int
+    is_chat: bool
+
+
+class GivenUpRecord(msgspec.Struct, frozen=True, kw_only=True, tag="given up"):
+    """An arm that is measured no more at a load."""
 
     arm: str
     reason: str
-    load: Load | None = None
+    load: Load
 
 
 class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
@@ -52,7 +60,7 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
     report: dict[str, Any]
 
 
-Record: TypeAlias = BlockRecord | GivenUpRecord | AuditRecord
+Record: TypeAlias = BlockRecord | PromptsRecord | GivenUpRecord | AuditRecord
 
 
 class RunState:
