@@ -162,6 +162,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.send(self.counters.page(self.options.model), kind="text/plain")
         elif self.path == "/health":
             self.send("")
+        elif self.path == "/version":
+            self.send('{"version": "0.26.0"}')
         else:
             self.refuse(404, "Not Found")
 

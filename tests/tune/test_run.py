@@ -49,6 +49,7 @@ def test_faulty_servers_are_given_up_and_the_fastest_is_recommended(tmp_path: Pa
     [result] = report.loads
     reasons = reasons_of(result)
     assert result.recommended == "drafts" and report.is_complete
+    assert report.versions["server"] == "0.26.0"
     assert result.confirmed is not None and result.confirmed.low > 1.0
     assert not reasons["none"] and not reasons["drafts"]
     assert "of the tokens/s of drafts" in reasons["slow"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from forerun.doctor.readers.prometheus import metrics_of, read_page
@@ -31,9 +31,6 @@ class DraftingCounts:
     def acceptance_length(self) -> float | None:
         """Tokens per step that drafted; None without any."""
         return 1.0 + self.num_accepted / self.num_drafts if self.num_drafts else None
-
-    def to_dict(self) -> dict[str, object]:
-        return {**asdict(self), "acceptance_length": self.acceptance_length}
 
 
 def compare_pages(before: str, after: str) -> DraftingCounts | None:

@@ -67,7 +67,7 @@ class Fleet:
         """Run the servers of these arms, and pause or stop the others.
 
         Raises:
-            ServerFailed: a server cannot be started, or ended by itself; its `arm` says which.
+            ServerFailed: a server cannot be started, or ended while it started.
         """
         self._make_room(names)
         for name in names:

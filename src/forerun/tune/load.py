@@ -136,7 +136,7 @@ class LoadBlock:
 
     @property
     def times(self) -> BlockTimes:
-        """What the race takes of it."""
+        """Tokens and seconds, which the race compares."""
         return BlockTimes(
             arm=self.arm,
             load=self.load,

@@ -119,13 +119,11 @@ class ServerProcess:
         self.stop()
 
     def start(self) -> None:
-        """Start the server, unless it runs; it may be started again after it was stopped.
+        """Start the server; it may be started again after it was stopped.
 
         Raises:
             ServerFailed: its port is in use, or its program or log cannot be opened.
         """
-        if self._supervisor is not None:
-            return
         environment = {**os.environ, **self.arm.environment}
         self._failure = None
         if shutil.which(self.arm.command[0], path=environment.get("PATH")) is None:

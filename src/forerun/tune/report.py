@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
 
 from forerun.theory.intervals import Interval
 from forerun.tune.arms import Arm, Load
 from forerun.tune.check import ExactnessCheck
 from forerun.tune.drafting import DraftingCounts
 from forerun.tune.race import Standing
-
-
-def to_ends(interval: Interval | None) -> dict[str, float | None] | None:
-    """Return an interval for JSON, which has no infinity: such an end is None."""
-    if interval is None:
-        return None
-    return {end: v if math.isfinite(v) else None for end, v in asdict(interval).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +40,6 @@ class ArmResult(Standing):
         tau = None if self.drafting is None else self.drafting.acceptance_length
         return None if tau is None or self.speedup is None else tau / self.speedup.estimate
 
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "arm": self.arm,
-            "speedup": to_ends(self.speedup),
-            "num_blocks": self.num_blocks,
-            "figures": {name: to_ends(figure) for name, figure in self.figures.items()},
-            "drafting": None if self.drafting is None else self.drafting.to_dict(),
-            "cycle_cost": self.cycle_cost,
-            "equal_texts": self.equal_texts,
-            "given_up": self.reason,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
@@ -75,15 +58,6 @@ class LoadResult:
     recommended: str | None
     confirmed: Interval | None = None
     check: ExactnessCheck | None = None
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            **asdict(self.load),
-            "arms": [arm.to_dict() for arm in self.arms],
-            "recommended": self.recommended,
-            "confirmed": to_ends(self.confirmed),
-            "check": None if self.check is None else asdict(self.check),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,23 +88,23 @@ class TuneReport:
     provenance: Mapping[str, object]
     versions: Mapping[str, str] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "source": self.source,
-            "baseline": self.baseline,
-            "arms": [
-                {
-                    "name": arm.name,
-                    "command": arm.shown_command,
-                    "memory_bytes": self.memory_bytes.get(arm.name),
-                    "start_s": self.start_s.get(arm.name),
-                }
-                for arm in self.arms
-            ],
-            "loads": [result.to_dict() for result in self.loads],
-            "minutes": self.minutes,
-            "is_complete": self.is_complete,
-            "acceptance_length": self.acceptance_length,
-            "versions": dict(self.versions),
-            "provenance": dict(self.provenance),
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values; an end of an interval at infinity, which JSON has not, is None."""
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(replace(self, arms=())))
+        memory, starts = values.pop("memory_bytes"), values.pop("start_s")
+        values["arms"] = [
+            {
+                "name": arm.name,
+                "command": arm.shown_command,
+                "memory_bytes": memory.get(arm.name),
+                "start_s": starts.get(arm.name),
+            }
+            for arm in self.arms
+        ]
+        for load, result in zip(values["loads"], self.loads, strict=True):
+            load.update(load.pop("load"))
+            for row, arm in zip(load["arms"], result.arms, strict=True):
+                row.update(given_up=row.pop("reason"), cycle_cost=arm.cycle_cost)
+                if arm.drafting is not None:
+                    row["drafting"]["acceptance_length"] = arm.drafting.acceptance_length
+        return values

@@ -155,8 +155,8 @@ class MeasuredServer:
         total_s = time.monotonic() - started_s
         text = "".join((event.reasoning or "") + (event.text or "") for event in events)
         counted = [e.usage.completion_tokens for e in events if e.usage is not None]
-        num_tokens = next((n for n in reversed(counted) if n), 0)
-        num_tokens = num_tokens or sum(len(event.token_ids or ()) for event in events)
+        num_ids = sum(len(event.token_ids or ()) for event in events)
+        num_tokens = next((n for n in reversed(counted) if n), num_ids)
         name = shown_url(self.client.config.base)
         if text and not num_tokens:
             raise ServerUnavailable(

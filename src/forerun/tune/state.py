@@ -122,12 +122,12 @@ class RunState:
                 f"{self._file.path} is not of forerun tune; name another folder with --out"
             )
         kept, wanted = first.settings, self._header.settings
-        if kept != wanted:
-            changes = [
-                f"{name} was {kept.get(name, 'not set')}, is {wanted.get(name, 'not set')}"
-                for name in sorted(kept.keys() | wanted.keys())
-                if kept.get(name) != wanted.get(name)
-            ]
+        changes = [
+            f"{name} was {kept.get(name, 'not set')}, is {wanted.get(name, 'not set')}"
+            for name in sorted(kept.keys() | wanted.keys())
+            if kept.get(name) != wanted.get(name)
+        ]
+        if changes:
             raise InvalidRequest(
                 f"{self.folder} holds a run with other settings ({'; '.join(changes)}); name "
                 "another folder with --out, or give those settings to go on"

@@ -33,7 +33,7 @@ GAIN = 1.3
 MOST_POSITIONS = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recommendation:
     """A sentence, and the command or address that it ends with."""
 
@@ -68,8 +68,8 @@ def list_advice(report: TuneReport) -> Iterator[Recommendation]:
     """Yield what to run: for all loads where one setting is best everywhere, then for each."""
     if report.acceptance_length is not None:
         for result in report.loads:
-            yield from _describe_needs(report, result)
-        yield Recommendation(sentence="Drafts were accepted by chance, so nothing is recommended.")
+            yield from map(Recommendation, _describe_needs(report, result))
+        yield Recommendation("Drafts were accepted by chance, so nothing is recommended.")
         return
     chosen = {result.recommended for result in report.loads}
     [common] = chosen if len(chosen) == 1 and len(report.loads) > 1 else [None]
@@ -81,12 +81,12 @@ def list_advice(report: TuneReport) -> Iterator[Recommendation]:
     for result in report.loads:
         sentence = f"{result.load.label}: {_describe_gain(report, result)}"
         name = result.recommended if common is None else None
-        yield Recommendation(sentence=sentence) if name is None else _advise(report, sentence, name)
+        yield Recommendation(sentence) if name is None else _advise(report, sentence, name)
         if result.recommended == report.baseline:
-            yield from _describe_needs(report, result)[:1]
+            yield from map(Recommendation, _describe_needs(report, result)[:1])
     if _is_k_of_vllm_alone(report):
         yield Recommendation(
-            sentence="The best settings differ in K alone. One vLLM server can choose K by the "
+            "The best settings differ in K alone. One vLLM server can choose K by the "
             'number of running requests: "num_speculative_tokens_per_batch_size" in '
             "--speculative-config is a list of [first, last, K]. This was not measured here."
         )
@@ -95,7 +95,7 @@ def list_advice(report: TuneReport) -> Iterator[Recommendation]:
 def _advise(report: TuneReport, sentence: str, name: str) -> Recommendation:
     arm = next(arm for arm in report.arms if arm.name == name)
     verb = "Run" if arm.command else "Use"
-    return Recommendation(sentence=f"{sentence} {verb}", command=arm.shown_command)
+    return Recommendation(f"{sentence} {verb}", arm.shown_command)
 
 
 def _describe_gain(report: TuneReport, result: LoadResult) -> str:
@@ -129,13 +129,13 @@ def _describe_check(result: LoadResult) -> str:
     return f"its text cannot be judged: {check.sentence.rstrip('.')}"
 
 
-def _describe_needs(report: TuneReport, result: LoadResult) -> list[Recommendation]:
+def _describe_needs(report: TuneReport, result: LoadResult) -> list[str]:
     """Return the acceptance length that would pay, by the cost of each draft that does not.
 
     Drafts without a fixed K are left out, which may draft in some steps alone.
     """
     settings = {arm.name: arm.speculation or Speculation() for arm in report.arms}
-    needs = []
+    needs = list[str]()
     for arm in result.arms:
         setting, cost = settings[arm.arm], arm.cycle_cost
         if setting.draft is None or setting.k is None or arm.num_blocks < LEAST_BLOCKS:
@@ -144,11 +144,12 @@ def _describe_needs(report: TuneReport, result: LoadResult) -> list[Recommendati
             continue
         if arm.speedup.estimate < 1.0 or report.acceptance_length is not None:
             needs.append(
-                f"{arm.arm} makes {arm.drafting.acceptance_length:.2f} tokens per step; a draft "
-                f"that costs as much needs {cost:.2f} to be as fast as {report.baseline}, and "
+                f"{result.load.label}: {arm.arm} makes {arm.drafting.acceptance_length:.2f} tokens "
+                f"per step; a draft that costs as much needs {cost:.2f} to be as fast as "
+                f"{report.baseline}, and "
                 f"{GAIN * cost:.2f} to be {GAIN:g} times as fast."
             )
-    return [Recommendation(sentence=f"{result.load.label}: {need}") for need in needs]
+    return needs
 
 
 def _is_k_of_vllm_alone(report: TuneReport) -> bool:
