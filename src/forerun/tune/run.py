@@ -317,7 +317,10 @@ class Tuner:
         speedup = self._confirmed[load] = estimate_speedup(times, baseline)
         if not pays(speedup):
             return f"not confirmed on other prompts: {speedup.show()}"
-        check = self._check(name) if self.config.audit_tokens else None
+        try:
+            check = self._check(name) if self.config.audit_tokens else None
+        except ServerUnavailable as error:
+            return f"it could not be audited: {error}"
         if (failure := self.fleet.find_failure(name)) is not None:
             return f"it ended in the audit: {failure}"
         if check is not None and check.status == "deviates":
