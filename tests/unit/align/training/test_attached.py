@@ -126,7 +126,8 @@ def test_features_of_a_cache_and_of_the_target_train_alike(tmp_path):
     for kind in ("hidden", "model"):
         draft = training.start_method(config, training.samples())
         curves.append(losses(curve(trainer_of(config, draft, tmp_path / kind, kind), 3)))
-    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+    # The losses are differences of logarithms of order 1, whose rounding is absolute.
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5, abs=1e-8)
 
 
 def test_an_interrupted_training_continues(tmp_path):
