@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -34,18 +35,14 @@ SIZES = Eagle3Config(
     head_dim=8,
 )
 SCRATCH = Path(tempfile.mkdtemp(prefix="forerun-heads-"))
+# A worker may leave this module and come back to it, so that no fixture may remove the folder.
+atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 EAGLE, MEDUSA = SCRATCH / "eagle3", SCRATCH / "medusa"
 write_eagle3_head(Eagle3Head(SIZES), EAGLE, target="t")
 write_medusa(
     MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=30, num_heads=2)), MEDUSA, target="t"
 )
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _scratch():
-    yield
-    shutil.rmtree(SCRATCH, ignore_errors=True)
 
 
 def replaced(folder: Path, name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:

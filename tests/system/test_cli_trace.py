@@ -145,7 +145,7 @@ def test_damage_is_shown_beside_what_is_whole(tmp_path, capsys):
     path.write_bytes(lines[0] + b"\x00" * 9 + b"\n" + lines[1] + lines[2][:40])
     assert main(["explain", str(path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "0 finished requests, 1 steps" in text
+    assert "0 finished requests, 1 step, " in text
     assert "not read (2 places)" in text
     assert f"line 2 (byte {len(lines[0])}): JSON is malformed" in text
     assert "cut off in the middle" in text
