@@ -61,6 +61,7 @@ UNSUPPORTED = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "logit_bias": {},
+    "stop": None,
     "response_format": None,
     "structured_outputs": None,
     "guided_regex": None,

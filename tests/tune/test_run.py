@@ -74,6 +74,18 @@ def test_a_setting_that_changes_the_text_is_never_recommended(tmp_path: Path) ->
     assert result.check is not None and result.check.status != "deviates"
 
 
+def test_a_setting_none_of_whose_texts_is_right_is_not_recommended_without_an_audit(
+    tmp_path: Path,
+) -> None:
+    arms = [
+        fake_arm(name="none", options=PLAIN),
+        fake_arm("wrong-text", name="wrong", options=DRAFTS),
+    ]
+    [result] = run(arms, tmp_path, audit_tokens=0).loads
+    assert result.recommended == "none"
+    assert "texts at T=0 is that of none" in reasons_of(result)["wrong"]
+
+
 def test_none_is_recommended_where_drafts_lose(tmp_path: Path) -> None:
     arms = [fake_arm(name="none", options=PLAIN), fake_arm(name="slow", options=SLOW)]
     loads = (Load(clients=1), Load(clients=3, temperature=1.0))

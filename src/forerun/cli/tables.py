@@ -94,7 +94,7 @@ def milliseconds(s: float, error_s: float | None = None) -> str:
 @contextmanager
 def progress_bar(first: str, total: float) -> Iterator[Callable[[str, float], None]]:
     """Show a bar on stderr while the block runs; the yielded function updates it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
         task = bar.add_task(first, total=total)
 

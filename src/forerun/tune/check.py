@@ -26,12 +26,14 @@ class ExactnessCheck:
         sentence: the verdict in words.
         num_tokens: output tokens that were read.
         bound: total variation from the reference that was ruled out; None if none was.
+        has_alarm: whether its text deviates, by speculation or otherwise.
     """
 
     status: Status
     sentence: str
     num_tokens: int = 0
     bound: float | None = None
+    has_alarm: bool = False
 
 
 _LEAST_CLIENTS, _MOST_CLIENTS = 8, 64
@@ -80,4 +82,5 @@ def check_text(
         sentence=verdict.sentence,
         num_tokens=audit.progress.spent.num_tokens,
         bound=verdict.bound,
+        has_alarm=audit.progress.alarm_tokens is not None,
     )

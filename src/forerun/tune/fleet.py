@@ -33,6 +33,7 @@ class Fleet:
         on_start: called with the arm of every server that has just started.
 
     Attributes:
+        ready_s: seconds that the next server may take to start.
         memory_bytes: resident memory of every server at its last use.
         start_s: seconds that its last start took.
     """
@@ -51,7 +52,7 @@ class Fleet:
         self.one_at_a_time = one_at_a_time
         self.memory_bytes: dict[str, int] = {}
         self.start_s: dict[str, float] = {}
-        self._logs, self._ready_s = logs, ready_s
+        self._logs, self.ready_s = logs, ready_s
         self._on_start, self._notify = on_start, notify
         self._running: dict[str, ServerProcess] = {}
 
@@ -101,7 +102,7 @@ class Fleet:
         try:
             started_s = time.monotonic()
             server.start()
-            server.wait_ready(self._ready_s, lambda s: self._notify(f"{name}: starting, {s:.0f} s"))
+            server.wait_ready(self.ready_s, lambda s: self._notify(f"{name}: starting, {s:.0f} s"))
             self.start_s[name] = time.monotonic() - started_s
             self._on_start(arm)
         except BaseException:

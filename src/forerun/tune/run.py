@@ -43,6 +43,8 @@ RACE_SHARE = 0.7
 """Share of the minutes for choosing; the rest confirms and audits what was chosen."""
 CONFIRM_BLOCKS = 8
 """Blocks of the chosen arm and of the baseline on prompts that had no part in the choice."""
+LEAST_READY_S = 10.0
+"""Seconds that a server has to start even if no more are left."""
 WARM_UP_TOKENS = 16
 BLOCKS_PER_START = 3
 """Blocks of an arm before the next one starts, where servers run one at a time."""
@@ -157,7 +159,14 @@ class Tuner:
         """Take over what an interrupted run measured and decided."""
         for record in self.state.records:
             if isinstance(record, BlockRecord):
-                self._add(record.block, record.is_final)
+                block = record.block
+                is_known = block.arm in self.arms and block.load in self.config.loads
+                if not (is_known and block.num_tokens > 0 and block.wall_s > 0.0):
+                    raise InvalidRequest(
+                        f"--out {self.folder} has a damaged state.jsonl (a block of "
+                        f"{block.arm!r:.100}); name another folder"
+                    )
+                self._add(block, record.is_final)
             elif isinstance(record, AuditRecord):
                 self._checks[record.arm] = msgspec.convert(record.report, ExactnessCheck)
             elif isinstance(record, PromptsRecord):
@@ -196,6 +205,9 @@ class Tuner:
             ServerFailed: it is the baseline, without which nothing can be compared.
         """
         params = SamplingParams(max_tokens=self.config.max_tokens)
+        if name != self.race.baseline:
+            seconds_left = 60.0 * (self.config.minutes - self.minutes)
+            self.fleet.ready_s = min(self.config.ready_s, max(LEAST_READY_S, seconds_left))
         try:
             with self.fleet.use(name), self._connect(self.arms[name]) as server:
                 if name == self.race.baseline and (version := server.read_version()):
@@ -323,9 +335,18 @@ class Tuner:
             return f"it could not be audited: {error}"
         if (failure := self.fleet.find_failure(name)) is not None:
             return f"it ended in the audit: {failure}"
-        if check is not None and check.status == "deviates":
+        if check is not None and check.has_alarm:
             return f"it changes the text: {check.sentence}"
-        return None
+        is_cleared = check is not None and check.status == "no_deviation"
+        return None if is_cleared else self._compare_texts(name, load)
+
+    def _compare_texts(self, name: str, load: Load) -> str | None:
+        """Return the objection to an arm none of whose greedy texts is the baseline's."""
+        pairs = (self._blocks[each, load, True] for each in (name, self.race.baseline))
+        num_texts, share = compare_texts(*pairs)
+        if load.temperature or share is None or share.estimate > 0.0:
+            return None
+        return f"none of its {num_texts} texts at T=0 is that of {self.race.baseline}"
 
     def _count_confirming(self, load: Load) -> int:
         """Return how many blocks of two arms fit into half of the time that is left, at least 3."""
