@@ -23,6 +23,7 @@ import forerun
 from forerun.doctor.live import PageDiagnosis
 from forerun.doctor.readers.prometheus import read_page
 from forerun.doctor.watch import WatchState, observe
+from forerun.errors import EngineStopped
 from forerun.server.live_figures import RECENT_S
 from forerun.server.live_page import Json, LivePage, compute_quantiles
 from forerun.theory.acceptance import AcceptanceCounts
@@ -39,6 +40,7 @@ MAX_REQUESTS = 12
 MAX_TIMES = 2000
 MAX_CHANGES = 20
 PLAIN = "plain"
+UNDRAFTED = "no proposal"
 PLAN = ("method", "num_speculative_tokens")
 WRITTEN_FOR = "0.32"
 
@@ -194,8 +196,12 @@ class VllmObserver(LivePage):
             self.figures.begin_group(second)
         group = self.figures.groups[-1][1]
         group.num_tokens += num_tokens
-        group.methods[self.setup.method] += counts.num_steps
-        group.methods["no proposal" if self.setup.k else PLAIN] += num_plain
+        for method, n in (
+            (self.setup.method, counts.num_steps),
+            (UNDRAFTED if self.setup.k else PLAIN, num_plain),
+        ):
+            if n:
+                group.methods[method] += n
         group.sum_k += self.setup.k * (counts.num_steps + num_plain)
         counts.steps[0, 0] += num_plain
         _include(group.acceptance, counts)
@@ -256,7 +262,9 @@ class VllmObserver(LivePage):
         return family
 
     def describe_engine(self, now_s: float) -> Json:
-        """Return the setup, totals, load and latest requests of vLLM."""
+        """Return the setup, totals, load and latest requests; raises EngineStopped if it is off."""
+        if self.failure is not None:
+            raise EngineStopped(f"forerun is off, vLLM goes on: {self.failure}")
         setup, loads = self.setup, [*self._loads.values()]
         return {
             "setup": {
@@ -312,7 +320,7 @@ def _describe_request(ended_s: float, request: Any, now_s: float) -> Json:
         "num_drafted": 0,
         "acceptance_length": None,
         "draft_acceptance_rate": None,
-        "ttft_s": request.queued_time + request.prefill_time,
+        "ttft_s": max(0.0, request.e2e_latency - decode_s),  # with the time before vLLM's queue
         "tokens_per_s": (num_tokens - 1) / decode_s if decode_s > 0.0 and num_tokens > 1 else None,
         "head": "",
         "pieces": [],
