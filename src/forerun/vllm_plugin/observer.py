@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -40,7 +41,6 @@ MAX_REQUESTS = 12
 MAX_TIMES = 2000
 MAX_CHANGES = 20
 PLAIN = "plain"
-UNDRAFTED = "no proposal"
 PLAN = ("method", "num_speculative_tokens")
 WRITTEN_FOR = "0.32"
 
@@ -85,6 +85,22 @@ class QueuedStep(NamedTuple):
     engine: int
 
 
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """Sums over the steps of one second, which cost less than counting every step by itself.
+
+    Attributes:
+        drafted: sequences that drafted each position; `accepted` through each.
+        num_sequences: that emitted tokens, in all steps together.
+    """
+
+    second: int
+    drafted: Sequence[int] = ()
+    accepted: Sequence[int] = ()
+    num_sequences: int = 0
+    num_tokens: int = 0
+
+
 class VllmObserver(LivePage):
     """Counts steps, watches them and makes the snapshots of the page.
 
@@ -104,7 +120,7 @@ class VllmObserver(LivePage):
         self.failure: str | None = None
         self.num_cycles = self.num_emitted = self.num_prompt_rows = 0
         self.counts = AcceptanceCounts()
-        self.num_plain = 0
+        self._sums = Sums(second=0)
         self.changes: deque[Incident] = deque(maxlen=MAX_CHANGES)
         self.num_changes: Counter[str] = Counter()
         self._watch = WatchState(source=f"vLLM {setup.model}")
@@ -156,12 +172,15 @@ class VllmObserver(LivePage):
             try:
                 while self._queue:
                     self._count(self._queue.popleft())
+                self._flush()
             except Exception as error:  # noqa: BLE001  # fields that this version does not have
                 self.fail(error)
 
     def _count(self, step: QueuedStep) -> None:
-        scheduler, iteration = step.scheduler, step.iteration
-        counts = AcceptanceCounts()
+        scheduler, iteration, sums = step.scheduler, step.iteration, self._sums
+        if int(step.at_s) != sums.second:
+            self._flush()
+            sums = self._sums = Sums(second=int(step.at_s))
         if scheduler is not None:
             waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             load = scheduler.num_running_reqs, waiting, scheduler.kv_cache_usage
@@ -170,41 +189,40 @@ class VllmObserver(LivePage):
             if prefix is not None and prefix.queries:
                 self._prefixes.append((prefix.hits, prefix.queries))
             if (drafted := scheduler.spec_decoding_stats) is not None:
-                counts = AcceptanceCounts.from_positions(
-                    drafted.num_draft_tokens_per_pos, drafted.num_accepted_tokens_per_pos
-                )
-        _include(self.counts, counts)
+                sums.drafted = _add(sums.drafted, drafted.num_draft_tokens_per_pos)
+                sums.accepted = _add(sums.accepted, drafted.num_accepted_tokens_per_pos)
         if iteration is None:
             return
         gaps, firsts = iteration.inter_token_latencies_iter, iteration.time_to_first_tokens_iter
         self._gaps.extend(gaps)
         self._first_tokens.extend(firsts)
-        self.num_prompt_rows += iteration.prompt_token_stats.computed
         self._finished.extend((step.at_s, request) for request in iteration.finished_requests)
-        self._add(step.at_s, counts, len(gaps) + len(firsts), iteration.num_generation_tokens)
+        if num_sequences := len(gaps) + len(firsts):  # not all its requests were aborted
+            self.num_cycles += 1
+            self.num_emitted += iteration.num_generation_tokens
+            self.num_prompt_rows += iteration.prompt_token_stats.computed
+            sums.num_sequences += num_sequences
+            sums.num_tokens += iteration.num_generation_tokens
 
-    def _add(self, at_s: float, counts: AcceptanceCounts, num_steps: int, num_tokens: int) -> None:
-        """Add a step with its drafts, of this many sequences that emitted as many tokens."""
-        num_plain = max(0, num_steps - counts.num_steps)
-        if not num_plain + counts.num_steps:
-            return  # all its requests were aborted
-        self.num_cycles += 1
-        self.num_emitted += num_tokens
-        self.num_plain += num_plain
-        second = float(int(at_s))
-        if not self.figures.groups or self.figures.groups[-1][0] != second:
-            self.figures.begin_group(second)
-        group = self.figures.groups[-1][1]
-        group.num_tokens += num_tokens
-        for method, n in (
-            (self.setup.method, counts.num_steps),
-            (UNDRAFTED if self.setup.k else PLAIN, num_plain),
-        ):
-            if n:
-                group.methods[method] += n
-        group.sum_k += self.setup.k * (counts.num_steps + num_plain)
-        counts.steps[0, 0] += num_plain
-        _include(group.acceptance, counts)
+    def _flush(self) -> None:
+        """Add the steps of a second, or of a part of it, to the counts of the page."""
+        sums, self._sums = self._sums, Sums(second=self._sums.second)
+        counts = AcceptanceCounts.from_positions(sums.drafted, sums.accepted)
+        num_drafting = counts.num_steps
+        counts.steps[0, 0] = max(0, sums.num_sequences - num_drafting)
+        self.counts += counts
+        if not counts.num_steps:
+            return
+        if not self.figures.groups or self.figures.groups[-1][0] != sums.second:
+            self.figures.begin_group(sums.second)
+        group, k = self.figures.groups[-1][1], self.setup.k
+        group.acceptance += counts
+        group.num_tokens += sums.num_tokens
+        group.sum_k += k * counts.num_steps
+        undrafted = "no proposal" if k else PLAIN
+        group.methods += Counter(
+            {self.setup.method: num_drafting, undrafted: counts.steps[0, 0]}
+        )  # of which a sum keeps what is above 0
 
     def watch(self, at_s: float) -> None:
         """Read the page of all metrics, and log what changed since the readings before."""
@@ -234,8 +252,8 @@ class VllmObserver(LivePage):
             self.drain()
             if self.failure is not None:
                 return []
-            steps, setup, by_method = self.counts, self.setup, ("method",)
-            plans = {(PLAIN, 0): self.num_plain}
+            steps, setup, by_method = self.counts.drafting, self.setup, ("method",)
+            plans = {(PLAIN, 0): self.counts.num_steps - steps.num_steps}
             if setup.method:
                 plans[setup.method, setup.k] = steps.num_steps
             drafted, accepted = (
@@ -327,7 +345,5 @@ def _describe_request(ended_s: float, request: Any, now_s: float) -> Json:
     }
 
 
-def _include(total: AcceptanceCounts, part: AcceptanceCounts) -> None:
-    """Add counts in place, which costs less than a sum where there are many."""
-    total.num_drafted += part.num_drafted
-    total.steps.update(part.steps)
+def _add(sums: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [one + other for one, other in zip_longest(sums, more, fillvalue=0)]
