@@ -118,13 +118,11 @@ def compare(url: str, clients: Clients, method: str) -> dict[str, list[float]]:
         "drafts": [vllm[NAMES["num_drafts"]], own[steps]],
         "drafted": [
             vllm[NAMES["num_drafted"]],
-            own[f'forerun:draft_tokens_total method="{method}"'],
             totals["num_drafted"],
             positions,
         ],
         "accepted": [
             vllm[NAMES["num_accepted"]],
-            own[f'forerun:accepted_tokens_total method="{method}"'],
             totals["num_accepted"],
             sum(vllm[f"{PER_POSITION} {i}"] for i in range(4)),
         ],
@@ -161,10 +159,11 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
             thread.join()
         stop.set()
         reader.join()
+        time.sleep(2.0)  # a page may be half a second old
         compared = compare(url, clients, during["setup"]["methods"][0])
         after = ask(f"{url}/forerun/live")
     text = log.read_text()
-    lines = [line for line in text.splitlines() if "forerun" in line or "acceptance at" in line]
+    lines = [line for line in text.splitlines() if "endpoint.py" in line or "observer.py" in line]
     result = {
         "compared": compared,
         "statuses": statuses,

@@ -13,15 +13,21 @@ import argparse
 import json
 import timeit
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from forerun.vllm_plugin.observer import MAX_QUEUED_STEPS, Setup, VllmObserver
+from forerun.vllm_plugin.observer import MAX_QUEUED_STEPS, VllmObserver
 
 K = 4
 MOST_S = 50e-6
+CONFIG = SimpleNamespace(  # what the plug-in reads of a VllmConfig
+    speculative_config=SimpleNamespace(method="ngram", num_speculative_tokens=K),
+    model_config=SimpleNamespace(served_model_name="m", max_model_len=512),
+    scheduler_config=SimpleNamespace(max_num_seqs=128),
+)
 
 
 def step_of(num_sequences: int) -> tuple[SchedulerStats, IterationStats]:
@@ -44,10 +50,7 @@ def step_of(num_sequences: int) -> tuple[SchedulerStats, IterationStats]:
 
 
 def measure(num_sequences: int, repetitions: int) -> dict[str, float]:
-    setup = Setup(
-        model="m", method="ngram", k=K, max_running=128, max_context=512, vllm_version="0.32.0"
-    )
-    observer = VllmObserver(setup, CollectorRegistry(auto_describe=True))
+    observer = VllmObserver(CONFIG, "0.32.0", CollectorRegistry(auto_describe=True))
     steps = [step_of(num_sequences) for _ in range(MAX_QUEUED_STEPS // 4)]
     recorded, counted = [], []
 

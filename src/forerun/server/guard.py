@@ -320,10 +320,7 @@ class Guard:
                 421,
             )
         path = scope.get("raw_path") or quote(scope["path"]).encode()
-        if key is None and (
-            not path.startswith(self.root)
-            or (scope["method"], path.removeprefix(self.root)) not in OPEN
-        ):
+        if key is None and (scope["method"], path.removeprefix(self.root)) not in OPEN:
             return error_response(
                 "a valid API key is needed, as in Authorization: Bearer KEY",
                 401,

@@ -17,12 +17,10 @@ import forerun
 from forerun.engine.observing import ObservedStep
 from forerun.engine.sequence import Sequence
 from forerun.models.tokenizers import Detokenizer, Tokenizer
-from forerun.server.live_figures import RECENT_S
 from forerun.server.live_page import (
     Diagnose,
     Json,
     LivePage,
-    compute_quantiles,
     describe_speedup,
 )
 from forerun.server.metrics import LABELS, ServerMetrics
@@ -102,7 +100,6 @@ class LiveView(LivePage):
         self._queue: deque[tuple[StepRecord, ...]] = deque(maxlen=MAX_QUEUED_STEPS)
         self._watched: dict[str, WatchedRequest] = {}
         self._first_tokens: deque[tuple[float, int, int]] = deque(maxlen=MAX_FIRST_TOKENS)
-        self._prefilled: deque[tuple[float, int]] = deque()
         self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
         metrics.registry.register(self)
 
@@ -205,20 +202,10 @@ class LiveView(LivePage):
         }
 
     def _describe_latency(self, now_s: float) -> Json:
-        firsts = list(self._first_tokens.copy())
-        num_prompt = sum(prompt for _, prompt, _ in firsts)
-        num_cached = sum(cached for _, _, cached in firsts)
-        totals, fed = self.metrics.totals, self._prefilled
-        fed.append((now_s, totals.num_prefill_rows))
-        while len(fed) > 2 and fed[1][0] <= now_s - RECENT_S:
-            fed.popleft()
-        (since_s, before), (_, now) = fed[0], fed[-1]
-        return {
-            "ttft": compute_quantiles([ttft_s for ttft_s, _, _ in firsts]),
-            "prefix_hit_share": num_cached / num_prompt if num_prompt else None,
-            "gap": compute_quantiles(list(totals.recent_gaps.copy())),
-            "prompt_tokens_per_s": (now - before) / (now_s - since_s) if now_s > since_s else None,
-        }
+        times, prompts, cached = zip((0.0, 0, 0), *self._first_tokens.copy(), strict=True)
+        totals, prefix = self.metrics.totals, (sum(cached), sum(prompts))
+        gaps = totals.recent_gaps.copy()
+        return self.describe_latency(now_s, times[1:], gaps, prefix, totals.num_prefill_rows)
 
     def _describe_request(self, found: WatchedRequest, now_s: float) -> Json:
         sequence = found.sequence

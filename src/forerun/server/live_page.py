@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any, Protocol, runtime_checkable
@@ -23,7 +24,7 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from forerun.server.live_figures import WINDOW_S, LiveFigures
+from forerun.server.live_figures import RECENT_S, WINDOW_S, LiveFigures
 from forerun.theory.figures import DURATIONS, PlainComparison, Seconds
 from forerun.trace.change_points import Incident
 
@@ -69,6 +70,7 @@ class LivePage(ABC):
         self.figures = LiveFigures()
         self._started_s = clock()
         self._reading = threading.RLock()
+        self._prefilled: deque[tuple[float, int]] = deque()
         self._diagnose = diagnose
         self._diagnosing = threading.Lock()
         self._diagnosis: Json | None = None
@@ -128,6 +130,32 @@ class LivePage(ABC):
             "last_change_age_s": time.time() - changes[-1].noticed_s if changes else None,
         }
 
+    def describe_latency(
+        self,
+        now_s: float,
+        first_tokens: Collection[float],
+        gaps: Collection[float],
+        prefix: tuple[int, int],
+        num_prompt_rows: int,
+    ) -> Json:
+        """Return quantiles of times in seconds, and rates.
+
+        Args:
+            prefix: prompt tokens found in the KV cache, and those looked for.
+            num_prompt_rows: prompt tokens fed since the start.
+        """
+        fed, (hits, queries) = self._prefilled, prefix
+        fed.append((now_s, num_prompt_rows))
+        while len(fed) > 2 and fed[1][0] <= now_s - RECENT_S:
+            fed.popleft()
+        (since_s, before), (_, now) = fed[0], fed[-1]
+        return {
+            "ttft": _compute_quantiles(first_tokens),
+            "prefix_hit_share": hits / queries if queries else None,
+            "gap": _compute_quantiles(gaps),
+            "prompt_tokens_per_s": (now - before) / (now_s - since_s) if now_s > since_s else None,
+        }
+
     def diagnose(self) -> None:
         """Diagnose the latest metrics, if there are new steps and the last diagnosis is old enough.
 
@@ -155,11 +183,10 @@ class LivePage(ABC):
         return msgspec.json.encode(self._diagnose.ask(self.read_metrics(), answers))
 
 
-def compute_quantiles(values: list[float]) -> Json | None:
-    """Return the median and the 95th percentile; None without values."""
+def _compute_quantiles(values: Collection[float]) -> Json | None:
     if not values:
         return None
-    p50, p95 = np.quantile(values, (0.5, 0.95)).tolist()
+    p50, p95 = np.quantile([*values], (0.5, 0.95)).tolist()
     return {"p50": p50, "p95": p95, "num": len(values)}
 
 

@@ -2,8 +2,8 @@
 
 On vLLM's event loop a step is only put into a queue. A thread counts it, and reads the page of all
 metrics for the watch. The names of statistics are those of vLLM 0.32 (`vllm/v1/metrics/stats.py`,
-`vllm/v1/spec_decode/metrics.py`), which promises none of them: at the first exception the plug-in
-says so once and switches itself off, while vLLM goes on.
+`vllm/v1/spec_decode/metrics.py`), which may change in any version: at the first exception the
+plug-in says so once and switches itself off, while vLLM goes on.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -25,13 +24,13 @@ from forerun.doctor.live import PageDiagnosis
 from forerun.doctor.readers.prometheus import read_page
 from forerun.doctor.watch import WatchState, observe
 from forerun.errors import EngineStopped
-from forerun.server.live_figures import RECENT_S
-from forerun.server.live_page import Json, LivePage, compute_quantiles
+from forerun.server.live_page import Json, LivePage
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.trace.change_points import Incident
 
 logger = logging.getLogger("vllm.plugins.forerun")
 """Below vLLM's own logger, whose handlers and format it has."""
+NAME = f"forerun {forerun.__version__}, written for vLLM 0.32,"
 
 MAX_QUEUED_STEPS = 8192
 """Steps that wait to be counted; a thread counts them every second."""
@@ -40,105 +39,59 @@ WATCH_INTERVAL_S = 15.0
 MAX_REQUESTS = 12
 MAX_TIMES = 2000
 MAX_CHANGES = 20
-PLAIN = "plain"
-PLAN = ("method", "num_speculative_tokens")
-WRITTEN_FOR = "0.32"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What is served.
-
-    Attributes:
-        model: its name in requests.
-        method: vLLM's name of the drafter; "" without speculation.
-        k: most tokens drafted per step.
-    """
-
-    model: str
-    method: str
-    k: int
-    max_running: int
-    max_context: int
-    vllm_version: str
-
-    @classmethod
-    def of(cls, config: Any, vllm_version: str) -> Setup:
-        """Return the setup that a VllmConfig describes."""
-        drafting = config.speculative_config
-        return cls(
-            model=config.model_config.served_model_name,
-            method="" if drafting is None else str(drafting.method),
-            k=0 if drafting is None else int(drafting.num_speculative_tokens),
-            max_running=config.scheduler_config.max_num_seqs,
-            max_context=config.model_config.max_model_len,
-            vllm_version=vllm_version,
-        )
-
-
-class QueuedStep(NamedTuple):
-    """Statistics of one step of one engine, and when they came."""
-
-    at_s: float
-    scheduler: Any
-    iteration: Any
-    engine: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Sums:
-    """Sums over the steps of one second, which cost less than counting every step by itself.
-
-    Attributes:
-        drafted: sequences that drafted each position; `accepted` through each.
-        num_sequences: that emitted tokens, in all steps together.
-    """
-
-    second: int
-    drafted: Sequence[int] = ()
-    accepted: Sequence[int] = ()
-    num_sequences: int = 0
-    num_tokens: int = 0
 
 
 class VllmObserver(LivePage):
-    """Counts steps, watches them and makes the snapshots of the page.
+    """Counts steps, watches them and makes the snapshots of the page, from any thread.
 
-    Counters are of the whole life of the server and those that vLLM does not show itself; they are
-    in `registry`, which is vLLM's. Any thread may call every method.
+    Counters are of the whole life of the server; `registry`, which is vLLM's, gets those that vLLM
+    itself has not. `config` is a VllmConfig.
     """
 
     def __init__(
         self,
-        setup: Setup,
+        config: Any,
+        vllm_version: str,
         registry: CollectorRegistry,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(PageDiagnosis("vLLM"), clock)
-        self.setup = setup
+        self.vllm_version = vllm_version
         self.registry = registry
+        self.model: str = config.model_config.served_model_name
+        self.max_context: int = config.model_config.max_model_len
+        self.max_running: int = config.scheduler_config.max_num_seqs
+        drafting = config.speculative_config
+        self.method = "" if drafting is None else str(drafting.method)
+        self.k = 0 if drafting is None else int(drafting.num_speculative_tokens)
         self.failure: str | None = None
         self.num_cycles = self.num_emitted = self.num_prompt_rows = 0
         self.counts = AcceptanceCounts()
-        self._sums = Sums(second=0)
         self.changes: deque[Incident] = deque(maxlen=MAX_CHANGES)
         self.num_changes: Counter[str] = Counter()
-        self._watch = WatchState(source=f"vLLM {setup.model}")
-        self._queue: deque[QueuedStep] = deque(maxlen=MAX_QUEUED_STEPS)
+        self._watch = WatchState(source=f"vLLM {self.model}")
+        self._queue: deque[tuple[float, Any, Any, int]] = deque(maxlen=MAX_QUEUED_STEPS)
+        self._begin(0)
         self._loads: dict[int, tuple[int, int, float]] = {}
         self._first_tokens: deque[float] = deque(maxlen=MAX_TIMES)
         self._gaps: deque[float] = deque(maxlen=MAX_TIMES)
         self._prefixes: deque[tuple[int, int]] = deque(maxlen=MAX_TIMES)
-        self._prefilled: deque[tuple[float, int]] = deque()
         self._finished: deque[tuple[float, Any]] = deque(maxlen=MAX_REQUESTS)
         registry.register(self)
+
+    def _begin(self, second: int) -> None:
+        """Begin the sums of a second, which cost less than counting every step by itself."""
+        self._second = second
+        self._drafted: Sequence[int] = ()
+        self._accepted: Sequence[int] = ()
+        self._num_sequences = self._num_tokens = 0
 
     # ------------------------------------------------------------------------ on vLLM's event loop
 
     def record(self, scheduler: Any, iteration: Any, engine: int = 0) -> None:
         """Queue the statistics of a step, which vLLM changes no more."""
         if self.failure is None:
-            self._queue.append(QueuedStep(self.clock(), scheduler, iteration, engine))
+            self._queue.append((self.clock(), scheduler, iteration, engine))
 
     # ------------------------------------------------------------------------- on the other threads
 
@@ -161,68 +114,61 @@ class VllmObserver(LivePage):
             if self.failure is None:
                 self.failure = f"{type(error).__name__}: {error}"
                 self._queue.clear()
-                logger.error(
-                    "forerun %s, written for vLLM %s, is off in vLLM %s, which goes on: %s",
-                    *(forerun.__version__, WRITTEN_FOR, self.setup.vllm_version, self.failure),
-                    exc_info=error,
-                )
+                words = "%s is off in vLLM %s, which goes on: %s"
+                logger.error(words, NAME, self.vllm_version, self.failure, exc_info=error)
 
     def drain(self) -> None:
         with self._reading:
             try:
                 while self._queue:
-                    self._count(self._queue.popleft())
+                    self._count(*self._queue.popleft())
                 self._flush()
             except Exception as error:  # noqa: BLE001  # fields that this version does not have
                 self.fail(error)
 
-    def _count(self, step: QueuedStep) -> None:
-        scheduler, iteration, sums = step.scheduler, step.iteration, self._sums
-        if int(step.at_s) != sums.second:
+    def _count(self, at_s: float, scheduler: Any, iteration: Any, engine: int) -> None:
+        if int(at_s) != self._second:
             self._flush()
-            sums = self._sums = Sums(second=int(step.at_s))
+            self._begin(int(at_s))
         if scheduler is not None:
             waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             load = scheduler.num_running_reqs, waiting, scheduler.kv_cache_usage
-            self._loads[step.engine] = load
+            self._loads[engine] = load
             prefix = scheduler.prefix_cache_stats
             if prefix is not None and prefix.queries:
                 self._prefixes.append((prefix.hits, prefix.queries))
             if (drafted := scheduler.spec_decoding_stats) is not None:
-                sums.drafted = _add(sums.drafted, drafted.num_draft_tokens_per_pos)
-                sums.accepted = _add(sums.accepted, drafted.num_accepted_tokens_per_pos)
+                self._drafted = _add(self._drafted, drafted.num_draft_tokens_per_pos)
+                self._accepted = _add(self._accepted, drafted.num_accepted_tokens_per_pos)
         if iteration is None:
             return
         gaps, firsts = iteration.inter_token_latencies_iter, iteration.time_to_first_tokens_iter
         self._gaps.extend(gaps)
         self._first_tokens.extend(firsts)
-        self._finished.extend((step.at_s, request) for request in iteration.finished_requests)
+        self._finished.extend((at_s, request) for request in iteration.finished_requests)
         if num_sequences := len(gaps) + len(firsts):  # not all its requests were aborted
             self.num_cycles += 1
             self.num_emitted += iteration.num_generation_tokens
             self.num_prompt_rows += iteration.prompt_token_stats.computed
-            sums.num_sequences += num_sequences
-            sums.num_tokens += iteration.num_generation_tokens
+            self._num_sequences += num_sequences
+            self._num_tokens += iteration.num_generation_tokens
 
     def _flush(self) -> None:
         """Add the steps of a second, or of a part of it, to the counts of the page."""
-        sums, self._sums = self._sums, Sums(second=self._sums.second)
-        counts = AcceptanceCounts.from_positions(sums.drafted, sums.accepted)
+        counts = AcceptanceCounts.from_positions(self._drafted, self._accepted)
         num_drafting = counts.num_steps
-        counts.steps[0, 0] = max(0, sums.num_sequences - num_drafting)
+        counts.steps[0, 0] = num_plain = max(0, self._num_sequences - num_drafting)
         self.counts += counts
-        if not counts.num_steps:
-            return
-        if not self.figures.groups or self.figures.groups[-1][0] != sums.second:
-            self.figures.begin_group(sums.second)
-        group, k = self.figures.groups[-1][1], self.setup.k
-        group.acceptance += counts
-        group.num_tokens += sums.num_tokens
-        group.sum_k += k * counts.num_steps
-        undrafted = "no proposal" if k else PLAIN
-        group.methods += Counter(
-            {self.setup.method: num_drafting, undrafted: counts.steps[0, 0]}
-        )  # of which a sum keeps what is above 0
+        if counts.num_steps:
+            if not self.figures.groups or self.figures.groups[-1][0] != self._second:
+                self.figures.begin_group(self._second)
+            group = self.figures.groups[-1][1]
+            group.acceptance += counts
+            group.num_tokens += self._num_tokens
+            group.sum_k += self.k * counts.num_steps
+            undrafted = "no proposal" if self.k else "plain"
+            group.methods += Counter({self.method: num_drafting, undrafted: num_plain})
+        self._begin(self._second)
 
     def watch(self, at_s: float) -> None:
         """Read the page of all metrics, and log what changed since the readings before."""
@@ -236,9 +182,8 @@ class VllmObserver(LivePage):
                 self.changes.append(incident)
                 self.num_changes[incident.changes[0].series] += 1
             causes = f"; likely: {', '.join(incident.causes)}" if incident.causes else ""
-            logger.log(
-                logging.WARNING if is_alarm else logging.INFO, "%s%s", incident.words, causes
-            )
+            level = logging.WARNING if is_alarm else logging.INFO
+            logger.log(level, "%s%s", incident.words, causes)
 
     def read_metrics(self) -> str:
         return generate_latest(self.registry).decode()
@@ -252,44 +197,38 @@ class VllmObserver(LivePage):
             self.drain()
             if self.failure is not None:
                 return []
-            steps, setup, by_method = self.counts.drafting, self.setup, ("method",)
-            plans = {(PLAIN, 0): self.counts.num_steps - steps.num_steps}
-            if setup.method:
-                plans[setup.method, setup.k] = steps.num_steps
-            drafted, accepted = (
-                {(setup.method,): count} if setup.method else {}
-                for count in (steps.num_drafted, steps.num_accepted)
-            )
-            places = {(place,): n for place, n in enumerate(steps.drafted_per_position)}
-            changes = {(series,): n for series, n in self.num_changes.items()}
-            return [
-                self._build("cycles", "Steps that emitted tokens", (), {(): self.num_cycles}),
-                self._build("sequence_steps", "Steps of sequences by plan", PLAN, plans),
-                self._build("drafted_per_position", "Drafted so deep", ("position",), places),
-                self._build("draft_tokens", "Draft tokens by drafter", by_method, drafted),
-                self._build("accepted_tokens", "Accepted by drafter", by_method, accepted),
-                self._build("change_points", "Changes for the worse", ("series",), changes),
-            ]
-
-    def _build(
-        self, name: str, text: str, labels: Sequence[str], values: Mapping[Any, int]
-    ) -> Metric:
-        family = CounterMetricFamily(f"forerun:{name}", text, labels=("model_name", *labels))
-        for key, value in values.items():
-            family.add_metric((self.setup.model, *map(str, key)), value)
-        return family
+            steps, model, method = self.counts.drafting, self.model, self.method
+            plans: list[tuple[Any, ...]] = [("plain", 0, self.counts.num_steps - steps.num_steps)]
+            if method:
+                plans.append((method, self.k, steps.num_steps))
+            rows: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
+                ("cycles", "Steps that emitted tokens"): [(self.num_cycles,)],
+                ("drafted_per_position", "Steps that drafted a position", "position"): [
+                    *enumerate(steps.drafted_per_position)
+                ],
+                ("sequence_steps", "Steps by plan", "method", "num_speculative_tokens"): plans,
+                ("change_points", "Changes for the worse", "series"): [*self.num_changes.items()],
+            }
+        families: list[Metric] = []
+        for (name, text, *labels), values in rows.items():
+            family = CounterMetricFamily(f"forerun:{name}", text, labels=("model_name", *labels))
+            for *key, count in values:
+                family.add_metric((model, *map(str, key)), count)
+            families.append(family)
+        return families
 
     def describe_engine(self, now_s: float) -> Json:
         """Return the setup, totals, load and latest requests; raises EngineStopped if it is off."""
         if self.failure is not None:
             raise EngineStopped(f"forerun is off, vLLM goes on: {self.failure}")
-        setup, loads = self.setup, [*self._loads.values()]
+        loads = [*self._loads.values()]
+        hits, queries = (sum(column) for column in zip((0, 0), *self._prefixes, strict=True))
         return {
             "setup": {
                 "version": forerun.__version__,
-                "target": setup.model,
-                "methods": [setup.method] if setup.method else [],
-                "max_context": setup.max_context,
+                "target": self.model,
+                "methods": [self.method] if self.method else [],
+                "max_context": self.max_context,
                 "has_chat": None,
             },
             "totals": {
@@ -301,28 +240,16 @@ class VllmObserver(LivePage):
             "load": {
                 "num_running": sum(running for running, _, _ in loads),
                 "num_waiting": sum(waiting for _, waiting, _ in loads),
-                "max_running": setup.max_running * max(1, len(loads)),
+                "max_running": self.max_running * max(1, len(loads)),
                 "max_waiting": None,
                 "kv_share": max((share for _, _, share in loads), default=0.0),
                 "refused": None,
             },
-            "latency": self._describe_latency(now_s),
+            "latency": self.describe_latency(
+                now_s, self._first_tokens, self._gaps, (hits, queries), self.num_prompt_rows
+            ),
             "requests": [_describe_request(*found, now_s) for found in [*self._finished][::-1]],
             "shows_texts": False,
-        }
-
-    def _describe_latency(self, now_s: float) -> Json:
-        hits, queries = (sum(column) for column in zip((0, 0), *self._prefixes, strict=True))
-        fed = self._prefilled
-        fed.append((now_s, self.num_prompt_rows))
-        while len(fed) > 2 and fed[1][0] <= now_s - RECENT_S:
-            fed.popleft()
-        (since_s, before), (_, now) = fed[0], fed[-1]
-        return {
-            "ttft": compute_quantiles([*self._first_tokens]),
-            "prefix_hit_share": hits / queries if queries else None,
-            "gap": compute_quantiles([*self._gaps]),
-            "prompt_tokens_per_s": (now - before) / (now_s - since_s) if now_s > since_s else None,
         }
 
 

@@ -6,35 +6,29 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-import forerun
-from forerun.vllm_plugin.observer import WRITTEN_FOR, Setup, VllmObserver, logger
+from forerun.vllm_plugin.observer import NAME, VllmObserver, logger
 
 try:
     from vllm import __version__ as vllm_version
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 except ImportError as error:  # vLLM logs it and goes on
-    raise ImportError(
-        f"forerun {forerun.__version__} is written for vLLM {WRITTEN_FOR}, whose loggers of "
-        f"statistics this one does not have: {error}"
-    ) from error
+    raise ImportError(f"{NAME} does not know the loggers of this vLLM: {error}") from error
 
 
 class ForerunStatLogger(AggregateStatLoggerBase):  # type: ignore[misc]  # vLLM has no types here
     """Passes statistics to the observer, which is None where it could not be made.
 
-    vLLM calls it by whatever arguments its version has, and an exception would end the server.
+    vLLM calls it with the arguments of its version, and an exception would end the server.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         self.observer: VllmObserver | None = None
         try:
             config = named["vllm_config"] if "vllm_config" in named else given[0]
-            self.observer = VllmObserver(Setup.of(config, vllm_version), REGISTRY)
+            self.observer = VllmObserver(config, vllm_version, REGISTRY)
         except Exception:  # noqa: BLE001  # of a config that another version made
-            logger.exception(
-                "forerun %s, written for vLLM %s, does not start in vLLM %s, which goes on",
-                *(forerun.__version__, WRITTEN_FOR, vllm_version),
-            )
+            words = "%s does not start in vLLM %s, which goes on"
+            logger.exception(words, NAME, vllm_version)
 
     def record(self, *given: Any, **named: Any) -> None:
         """Queue the statistics of a step."""
@@ -58,7 +52,4 @@ class ForerunStatLogger(AggregateStatLoggerBase):  # type: ignore[misc]  # vLLM 
 
 
 if missing := sorted(ForerunStatLogger.__abstractmethods__):
-    raise ImportError(
-        f"forerun {forerun.__version__} is written for vLLM {WRITTEN_FOR}; loggers of vLLM "
-        f"{vllm_version} need {', '.join(missing)} too"
-    )
+    raise ImportError(f"{NAME} lacks {', '.join(missing)}, which vLLM {vllm_version} asks for")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
@@ -11,15 +10,18 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from forerun.vllm_plugin.observer import Setup, VllmObserver
+from forerun.vllm_plugin.observer import VllmObserver
 
-SETUP = Setup(
-    model="target", method="ngram", k=3, max_running=8, max_context=512, vllm_version="0.32.0"
+K = 3
+CONFIG = SimpleNamespace(
+    speculative_config=SimpleNamespace(method="ngram", num_speculative_tokens=K),
+    model_config=SimpleNamespace(served_model_name="target", max_model_len=512),
+    scheduler_config=SimpleNamespace(max_num_seqs=8),
 )
 Step = tuple[SimpleNamespace, SimpleNamespace]
 
 
-def drafting(outcomes: Sequence[tuple[int, int]], k: int = SETUP.k) -> SimpleNamespace:
+def drafting(outcomes: Sequence[tuple[int, int]], k: int = K) -> SimpleNamespace:
     """SpecDecodingStats of sequences that drafted and accepted so many tokens."""
     return SimpleNamespace(
         num_spec_tokens=k,
@@ -71,7 +73,7 @@ def step_of(
 
 @pytest.fixture
 def observer() -> VllmObserver:
-    return VllmObserver(SETUP, CollectorRegistry(auto_describe=True), time.monotonic)
+    return VllmObserver(CONFIG, "0.32.0", CollectorRegistry(auto_describe=True))
 
 
 class StatLoggerBase(ABC):

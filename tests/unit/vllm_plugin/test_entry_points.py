@@ -16,13 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from forerun.vllm_plugin.endpoint import ForerunEndpoint
 
-from .conftest import AggregateStatLoggerBase, StatLoggerBase, step_of
+from .conftest import CONFIG, AggregateStatLoggerBase, StatLoggerBase, step_of
 
-CONFIG = SimpleNamespace(
-    speculative_config=SimpleNamespace(method="ngram", num_speculative_tokens=3),
-    model_config=SimpleNamespace(served_model_name="target", max_model_len=512),
-    scheduler_config=SimpleNamespace(max_num_seqs=8),
-)
 KEY = "one key of vLLM's"
 
 
@@ -97,8 +92,8 @@ class NewBase(AggregateStatLoggerBase):
 @pytest.mark.parametrize(
     ("loggers", "words"),
     [
-        ({}, "is written for vLLM 0.32"),
-        ({"AggregateStatLoggerBase": NewBase}, "loggers of vLLM 0.99 need flush too"),
+        ({}, "written for vLLM 0.32, does not know the loggers of this vLLM"),
+        ({"AggregateStatLoggerBase": NewBase}, "lacks flush, which vLLM 0.99 asks for"),
     ],
 )
 def test_other_loggers_are_an_import_error_that_vllm_logs(fake_vllm, loggers, words):
@@ -155,7 +150,10 @@ def test_the_page_shows_what_was_recorded(stat_logger):
     client = serve([stat_logger])
     stat_logger.record(*step_of([(3, 2), (3, 1)]))
     assert client.get("/forerun/live").json()["totals"]["num_accepted"] == 3
-    assert 'forerun:accepted_tokens_total{method="ngram"' in client.get("/forerun/metrics").text
+    assert (
+        'forerun:drafted_per_position_total{model_name="target",position="0"} 2.0'
+        in client.get("/forerun/metrics").text
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,4 +191,4 @@ def test_an_engine_of_another_version_leaves_the_page_off(kind, caplog):
 def test_without_the_loggers_of_vllm_the_page_is_off(fake_vllm, caplog):
     fake_vllm("0.99")
     assert serve([]).get("/forerun/live").status_code == 503
-    assert "is written for vLLM 0.32" in caplog.text
+    assert "does not know the loggers of this vLLM" in caplog.text
