@@ -15,6 +15,8 @@
 #include <thread>
 #include <vector>
 
+#include "amx.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -48,6 +50,8 @@ class Crew;
 class Walker {
   public:
     Walker(Crew& crew, int thread) : thread(thread), crew_(crew) {}
+
+    ~Walker() { release_tiles(); }
 
     // Run `work(item)` for every item, shared between the threads; returns when all are done.
     template <class Work>

@@ -1,14 +1,15 @@
 // Activations times packed weights, for any number of rows, with one copy of the weights.
 //
 // A panel holds 64 outputs: word u of all of them lies together, 256 bytes, so a pass streams a
-// panel from memory in order. Every output of every row is one chain of multiply-adds over the inner
-// dimension in the same order, whatever else is in the pass: a row's result is the same to the bit
+// panel from memory in order. Every output of every row is one sum over the inner dimension, its additions
+// always in the same order, whatever else is in the pass: a row's result is the same to the bit
 // alone and among others.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
+#include "amx.h"
 #include "vectors.h"
 
 namespace forerun {
@@ -155,6 +156,22 @@ struct TileRows<WidePair> {
 };
 #endif
 
+#if defined(FORERUN_AMX)
+// As `tiles`, for any number of rows; more words than one tile takes are whole tiles.
+inline void multiply_by_amx(const bf16* x, size_t stride, int num_rows, const uint32_t* weights, int num_words,
+                            float* sums, bool is_first, const Ahead& ahead) {
+    const int step_words = std::min(num_words, kTileSide), num_steps = num_words / step_words;
+    const int num_groups = (num_rows + kTileSide - 1) / kTileSide;
+    for (int group = 0, begin = 0; group < num_groups; ++group, begin += kTileSide) {
+        const Ahead lines = ahead.part(group, num_groups);
+        const int per_step = (lines.num_lines + num_steps - 1) / num_steps;
+        shape_tiles(std::min(num_rows - begin, kTileSide), step_words);
+        multiply_tiles(x + begin * stride, stride * sizeof(bf16), weights, num_steps, sums + size_t(begin) * kPanel,
+                       is_first, [&](int step) { lines.fetch(step * per_step, (step + 1) * per_step); });
+    }
+}
+#endif
+
 // sums[row][kPanel] = x[row] . panel; x has `stride` values per row, padded with zeros to words.
 template <class T>
 void multiply_panel(const T* x, size_t stride, int num_rows, const Matrix& matrix, int panel,
@@ -164,14 +181,26 @@ void multiply_panel(const T* x, size_t stride, int num_rows, const Matrix& matri
                                              tiles<Value, 4>, tiles<Value, 5>, tiles<Value, 6>};
     const int num_tiles = (num_rows + TileRows<Value>::kMost - 1) / TileRows<Value>::kMost;
     const uint32_t* weights = matrix.panel(panel);
-    for (int first = 0; first < matrix.num_words; first += kBlockWords) {
-        const int num_words = std::min(kBlockWords, matrix.num_words - first);
+    for (int first = 0, num_words; first < matrix.num_words; first += num_words) {
+        num_words = std::min(kBlockWords, matrix.num_words - first);
+#if defined(FORERUN_AMX)
+        const bool by_tiles = kDepth<T> == 2 && may_use_tiles();
+        if (by_tiles && num_words > kTileSide) num_words -= num_words % kTileSide;  // what is left is a block
+#endif
         const uint32_t* block = weights + size_t(first) * kPanel;
         const bool is_last = first + num_words == matrix.num_words;
         const uint32_t* next = !is_last          ? block + size_t(num_words) * kPanel
                                : next_panel >= 0 ? matrix.panel(next_panel)
                                                  : nullptr;
         const Ahead ahead{reinterpret_cast<const char*>(next), next ? num_words * kVectors : 0};
+#if defined(FORERUN_AMX)
+        if constexpr (kDepth<T> == 2)
+            if (by_tiles) {
+                const T* from = x + size_t(first) * kDepth<T>;
+                multiply_by_amx(from, stride, num_rows, block, num_words, sums, first == 0, ahead);
+                continue;
+            }
+#endif
         for (int t = 0; t < num_tiles; ++t) {
             const int begin = int(int64_t(num_rows) * t / num_tiles);
             const int end = int(int64_t(num_rows) * (t + 1) / num_tiles);
