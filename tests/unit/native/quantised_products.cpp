@@ -1,4 +1,5 @@
-// Products of every format and number of rows with whole numbers as scales, beside plain sums of integers.
+// Products of every format and number of rows with whole numbers as scales, beside plain sums of integers; then
+// with any scales, among others beside alone.
 #include <cstdio>
 #include <cstdlib>
 
@@ -6,7 +7,7 @@
 
 using namespace forerun;
 
-constexpr int kGroups = 3, kMostRows = 11;
+constexpr int kGroups = 3, kMostRows = 40;
 
 struct Format {
     int bits, group;
@@ -45,14 +46,26 @@ int num_wrong(const Format& format) {
     for (int i = 0; i < kMostRows * width; ++i)  // 127 in every group, so that it is stored as it is
         x[i] = i % format.group ? float(draw(-127, 127, i / width % 5)) : 127.f;
     int wrong = 0;
-    for (int num_rows = 1; num_rows <= kMostRows; ++num_rows) {
+    const auto multiply = [&](int first, int num_rows, int panel, float factor) {
+        std::vector<float> scaled(x), sums(size_t(num_rows) * kPanel);
+        for (float& value : scaled) value *= factor;
         QuantisedRows rows;
-        rows.fit(num_rows, matrix);
-        for (int row = 0; row < num_rows; ++row) rows.set(row, &x[row * width], width, matrix);
+        rows.fit(first + num_rows, matrix);
+        for (int row = 0; row < first + num_rows; ++row) rows.set(row, &scaled[row * width], width, matrix);
+        multiply_panel(rows, first, num_rows, matrix, panel, panel ? -1 : 1, sums.data());
+        return sums;
+    };
+    std::vector<float> alone;
+    for (int row = 0; row < kMostRows; ++row) {
+        const std::vector<float> sums = multiply(row, 1, 1, 0.37f);
+        alone.insert(alone.end(), sums.begin(), sums.end());
+    }
+    for (int num_rows = 1; num_rows <= kMostRows; ++num_rows) {
+        const std::vector<float> among = multiply(0, num_rows, 1, 0.37f);
+        wrong += 0 != std::memcmp(among.data(), alone.data(), among.size() * sizeof(float));
         for (int first = 0; first < std::min(num_rows, 2); ++first)
             for (int panel = 0; panel < 2; ++panel) {
-                std::vector<float> sums(kMostRows * kPanel);
-                multiply_panel(rows, first, num_rows - first, matrix, panel, panel ? -1 : 1, sums.data());
+                const std::vector<float> sums = multiply(first, num_rows - first, panel, 1);
                 for (int row = first; row < num_rows; ++row)
                     for (int output = 0; output < kPanel; ++output) {
                         int64_t expected = 0;

@@ -1,13 +1,14 @@
-// Products of bf16 by the matrix instructions of AMX, where the processor and the system have them.
+// Products of bf16 and int8 by the matrix instructions of AMX, where the processor and the system have them.
 //
-// 16 words of 16 outputs are a tile as the instruction reads it, in the panels as they are. It adds in another
-// order than AVX512-BF16: a process multiplies all its rows of bf16 in the one way or all in the other. The rows
-// of a tile do not mix, so that a row's sums are the same with any rows beside it.
+// 16 words of 16 outputs are a tile as the instructions read it, in the panels as they are. That of bf16 adds in
+// another order than AVX512-BF16: a process multiplies all its rows of bf16 in the one way or all in the other.
+// The rows of a tile do not mix, so that a row's sums are the same with any rows beside it.
 #pragma once
 
 #include "vectors.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && \
+    defined(__linux__)
 #define FORERUN_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -53,12 +54,14 @@ inline void release_tiles() {
 }
 
 // sums[row][64] of the rows for which the tiles are shaped, `stride` bytes apart, over words of a panel that
-// are `num_steps` tiles. `fetch(step)` is called beside each.
-template <class Fetch>
-void multiply_tiles(const void* x, size_t stride, const void* weights, int num_steps, float* sums, bool is_first,
+// are `num_steps` tiles; int32 of int8. `fetch(step)` is called beside each.
+template <class T, class Fetch>
+void multiply_tiles(const T* x, size_t stride, const void* weights, int num_steps, void* sums, bool is_first,
                     Fetch&& fetch) {
     constexpr size_t kPitch = 64 * sizeof(float);  // of a word of the panel, and of a row of sums
-    const char *rows = static_cast<const char*>(x), *words = static_cast<const char*>(weights);
+    constexpr bool kFloats = sizeof(T) == 2;
+    const char *rows = reinterpret_cast<const char*>(x), *words = static_cast<const char*>(weights);
+    char* to = static_cast<char*>(sums);
     asm volatile("" : : : "memory");  // not all compilers know that tiles are loaded from what was stored
     if (is_first) {
         _tile_zero(0);
@@ -66,27 +69,37 @@ void multiply_tiles(const void* x, size_t stride, const void* weights, int num_s
         _tile_zero(2);
         _tile_zero(3);
     } else {
-        _tile_loadd(0, sums, kPitch);
-        _tile_loadd(1, sums + 16, kPitch);
-        _tile_loadd(2, sums + 32, kPitch);
-        _tile_loadd(3, sums + 48, kPitch);
+        _tile_loadd(0, to, kPitch);
+        _tile_loadd(1, to + 64, kPitch);
+        _tile_loadd(2, to + 128, kPitch);
+        _tile_loadd(3, to + 192, kPitch);
     }
     for (int step = 0; step < num_steps; ++step, rows += 64, words += kTileSide * kPitch) {
         fetch(step);
         _tile_loadd(4, rows, stride);
         _tile_loadd(5, words, kPitch);
         _tile_loadd(6, words + 64, kPitch);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_dpbf16ps(1, 4, 6);
+        if constexpr (kFloats) {
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_dpbf16ps(1, 4, 6);
+        } else {
+            _tile_dpbssd(0, 4, 5);
+            _tile_dpbssd(1, 4, 6);
+        }
         _tile_loadd(5, words + 128, kPitch);
         _tile_loadd(6, words + 192, kPitch);
-        _tile_dpbf16ps(2, 4, 5);
-        _tile_dpbf16ps(3, 4, 6);
+        if constexpr (kFloats) {
+            _tile_dpbf16ps(2, 4, 5);
+            _tile_dpbf16ps(3, 4, 6);
+        } else {
+            _tile_dpbssd(2, 4, 5);
+            _tile_dpbssd(3, 4, 6);
+        }
     }
-    _tile_stored(0, sums, kPitch);
-    _tile_stored(1, sums + 16, kPitch);
-    _tile_stored(2, sums + 32, kPitch);
-    _tile_stored(3, sums + 48, kPitch);
+    _tile_stored(0, to, kPitch);
+    _tile_stored(1, to + 64, kPitch);
+    _tile_stored(2, to + 128, kPitch);
+    _tile_stored(3, to + 192, kPitch);
 }
 #endif
 

@@ -268,6 +268,16 @@ constexpr int lanes_beside(int num_rows) {
     return 1;
 }
 
+// Adds a group's sums of integers, with their scales, to sums of floats.
+template <bool kMinima>
+inline void add_group(float* sums, Lanes whole, LaneFloats weight_scale, LaneFloats minimum,
+                      const QuantisedRows::Group& about) {
+    LaneFloats& sum = *reinterpret_cast<LaneFloats*>(sums);
+    LaneFloats product = __builtin_convertvector(whole, LaneFloats) * (weight_scale * about.scale);
+    if constexpr (kMinima) product += minimum * about.total;
+    sum += product;
+}
+
 constexpr int kFetchBytes = 8192;  // how far ahead of the weights memory is read
 
 // Where the panel ends, `next` is fetched: the panel that the thread comes to then.
@@ -310,13 +320,9 @@ inline void quantised_tile(const QuantisedRows& x, int first_row, const Matrix& 
                 const LaneFloats weight_scale = load_halves(weight_scales + output);
                 LaneFloats minimum{};
                 if constexpr (kMinima) minimum = load_halves(weight_scales + kPanel + output);
-                for (int r = 0; r < kRows; ++r) {
-                    const LaneFloats whole = __builtin_convertvector(Kind::end(products[r][v]), LaneFloats);
-                    LaneFloats& sum = *reinterpret_cast<LaneFloats*>(sums + r * kPanel + output);
-                    LaneFloats product = whole * (weight_scale * about(r).scale);
-                    if constexpr (kMinima) product += minimum * about(r).total;
-                    sum += product;
-                }
+                for (int r = 0; r < kRows; ++r)
+                    add_group<kMinima>(sums + r * kPanel + output, Kind::end(products[r][v]), weight_scale,
+                                       minimum, about(r));
             }
         }
     }
@@ -329,6 +335,65 @@ constexpr std::array<QuantisedTile, kQuantisedTile> tiles_of(std::index_sequence
     return {quantised_tile<Kind, kGroup, kMinima, int(kIndices) + 1>...};
 }
 
+#if defined(FORERUN_AMX) && FORERUN_LANE_BYTES == 64
+constexpr int kAmxRows = 13;  // from so many on it is faster
+
+// The weights of a group as int8; of 4 bits in `buffer`.
+inline const void* unpack(const char* words, const Matrix& matrix, int8_t* buffer) {
+    if (matrix.bits == 8) return words;
+    const __m512i low = _mm512_set1_epi8(15), shift = _mm512_set1_epi8(matrix.has_minima ? 0 : 8);
+    for (size_t at = 0; at < matrix.word_bytes(); at += kLine) {
+        const __m512i pairs = _mm512_loadu_si512(words + at);
+        int8_t* to = buffer + at / (4 * kPanel) * (8 * kPanel) + at % (4 * kPanel);
+        _mm512_storeu_si512(to, _mm512_sub_epi8(_mm512_and_si512(pairs, low), shift));
+        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low);
+        _mm512_storeu_si512(to + 4 * kPanel, _mm512_sub_epi8(high, shift));
+    }
+    return buffer;
+}
+
+// As `quantised_tile`, for any number of rows: the same integers, then the same operations.
+template <bool kMinima>
+inline void multiply_by_amx(const QuantisedRows& x, int first_row, int num_rows, const Matrix& matrix,
+                            const char* panel, const char* next, float* sums) {
+    constexpr int kWidth = kPanel / kLaneOutputs;
+    alignas(64) int8_t unpacked[64 * kPanel];
+    alignas(64) int32_t products[kTileSide * kPanel];
+    const size_t num_bytes = matrix.group_bytes(), pitch = QuantisedRows::pitch(matrix.group);
+    const int num_tiles = (num_rows + kTileSide - 1) / kTileSide, height = (num_rows + num_tiles - 1) / num_tiles;
+    std::fill(sums, sums + size_t(num_rows) * kPanel, 0.f);
+    shape_tiles(height, matrix.group / 4);
+    const char* end = panel + matrix.num_groups * num_bytes;
+    for (int group = 0; group < matrix.num_groups; ++group, panel += num_bytes) {
+        const char* ahead = panel + kFetchBytes;
+        if (ahead >= end) ahead = next ? next + (ahead - end) : end - num_bytes;
+        for (size_t line = 0; line < num_bytes; line += kLine) __builtin_prefetch(ahead + line, 0, 2);
+        const void* weights = unpack(panel, matrix, unpacked);
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel + matrix.word_bytes());
+        LaneFloats scales[kWidth], minima[kWidth]{};
+        for (int v = 0; v < kWidth; ++v) {
+            scales[v] = load_halves(halves + v * kLaneOutputs);
+            if constexpr (kMinima) minima[v] = load_halves(halves + kPanel + v * kLaneOutputs);
+        }
+        const int8_t* rows = x.at(first_row, group, matrix.group);
+        // All tiles have as many rows; the last may begin with some of the one before, which are added once.
+        for (int first = 0; first < num_rows; first += height) {
+            const int begin = std::min(first, num_rows - height);
+            multiply_tiles(rows + begin * pitch, pitch, weights, 1, products, true, [](int) {});
+            for (int row = first; row < begin + height; ++row) {
+                const int8_t* about = rows + row * pitch + matrix.group;
+                for (int v = 0; v < kWidth; ++v) {
+                    const int at = v * kLaneOutputs;
+                    add_group<kMinima>(sums + row * kPanel + at,
+                                       *reinterpret_cast<const Lanes*>(products + (row - begin) * kPanel + at),
+                                       scales[v], minima[v], *reinterpret_cast<const QuantisedRows::Group*>(about));
+                }
+            }
+        }
+    }
+}
+#endif
+
 // sums[row][kPanel] = x[first_row + row] . panel
 inline void multiply_panel(const QuantisedRows& x, int first_row, int num_rows, const Matrix& matrix,
                            int panel, int next_panel, float* sums) {
@@ -340,13 +405,20 @@ inline void multiply_panel(const QuantisedRows& x, int first_row, int num_rows, 
          tiles_of<Int8, 32, true>(Rows{})},
         {{}, tiles_of<Int4, 32, false>(Rows{}), tiles_of<Int4, 64, false>(Rows{}), {},
          tiles_of<Int4, 32, true>(Rows{})}};
+    const char *from = reinterpret_cast<const char*>(matrix.panel(panel)), *next = nullptr;
+    if (next_panel >= 0) next = reinterpret_cast<const char*>(matrix.panel(next_panel));
+#if defined(FORERUN_AMX) && FORERUN_LANE_BYTES == 64
+    if (num_rows >= kAmxRows && may_use_tiles()) {
+        const auto multiply = matrix.has_minima ? multiply_by_amx<true> : multiply_by_amx<false>;
+        multiply(x, first_row, num_rows, matrix, from, next, sums);
+        return;
+    }
+#endif
     const auto& tiles = kTiles[matrix.bits == 4][matrix.group / 32 + 3 * matrix.has_minima];
     const int num_tiles = (num_rows + kQuantisedTile - 1) / kQuantisedTile;
     for (int t = 0; t < num_tiles; ++t) {
         const int begin = int(int64_t(num_rows) * t / num_tiles);
         const int end = int(int64_t(num_rows) * (t + 1) / num_tiles);
-        const char *from = reinterpret_cast<const char*>(matrix.panel(panel)), *next = nullptr;
-        if (next_panel >= 0) next = reinterpret_cast<const char*>(matrix.panel(next_panel));
         tiles[end - begin - 1](x, first_row + begin, matrix, from, next, sums + begin * kPanel);
     }
 }
