@@ -92,7 +92,6 @@ def traffic(running: AsyncEngine, num_threads: int = 3):
 
 def load(drafts: Drafts, draft: Path | None) -> Engine:
     config = EngineConfig(
-        runner="eager",
         num_speculative_tokens=K,
         controller="fixed",
         max_batch=4,

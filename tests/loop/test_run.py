@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from tests.loop.conftest import PROMPTS, load, params, traffic
 
@@ -40,3 +42,42 @@ def test_a_better_draft_is_promoted_and_no_text_changes(drafts, open_loop, plain
     assert asking.num_answered == asking.num_asked
     assert all(texts == {plain[key]} for key, texts in asking.texts.items())
     assert stages[1].figures["acceptance_1"] > 0.5
+
+
+def test_a_draft_that_is_slower_after_all_is_rolled_back(drafts, open_loop, plain):
+    """The journal says that it was promoted; the former draft is tried beside it, and is faster."""
+    loop, running = open_loop(drafts.near, drafts.far)
+    begin(loop)
+    stages = []
+    with traffic(running) as asking:
+        loop.take_stage()
+        fields = {"round": 1, "is_good": True, "why": "by mistake"}
+        loop.journal.append(Record(stage="shadow", version=0, **fields))
+        stages += [loop.take_stage() for _ in range(3)]
+    found = [(r.stage, r.is_good, r.version) for r in stages]
+    assert found == [("promote", True, 1), ("settle", False, 1), ("roll_back", True, 0)]
+    assert stages[1].figures["num_requests"] <= 30
+    assert asking.num_answered == asking.num_asked
+    assert all(texts == {plain[key]} for key, texts in asking.texts.items())
+
+
+def test_a_swap_takes_no_time_between_steps(drafts, open_loop):
+    """The draft is loaded before, so that requests wait for nothing but the exchange."""
+    loop, running = open_loop(drafts.near, drafts.near)
+    other = loop._load(str(drafts.far))
+    with traffic(running):
+        began_s = time.monotonic()
+        running.call(lambda engine: engine.use_drafter(other))
+        assert time.monotonic() - began_s < 1.0
+    assert running.engine.drafter is other
+
+
+def test_a_draft_that_is_gone_before_its_promotion_changes_nothing(drafts, open_loop, tmp_path):
+    loop, running = open_loop(drafts.near, drafts.far)
+    begin(loop)
+    fields = {"round": 1, "is_good": True, "version": 0, "why": "as it was"}
+    loop.journal.append(Record(stage="train", draft=str(tmp_path / "gone"), **fields))
+    loop.journal.append(Record(stage="shadow", **fields))
+    record = loop.take_stage()
+    assert (record.stage, record.is_good, record.version) == ("promote", False, 0)
+    assert running.submit("x").result(60).text is not None

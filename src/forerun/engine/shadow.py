@@ -66,7 +66,7 @@ class RequestTally:
     """What was counted of one sequence; its share of the time of a step that others took part in.
 
     Attributes:
-        live: tokens emitted in usual steps without a prompt, and their seconds.
+        live: tokens of usual steps without a prompt, those behind a stop included, and seconds.
         rest: usual steps by depth drafted, without the seconds of drafting.
         chains: drafts on trial by depth, those with a measured time.
         usual_levels, trial_levels: levels that the live draft drafted in usual steps, and in those
@@ -226,10 +226,12 @@ class ShadowDraft:
         self._allowance_s += self._share * cycle_s
         if first.num_prefill_rows:
             return
-        for record in step.records:
+        for record, entry in zip(step.records, step.emitting, strict=True):
             tally, depth = self._tally_of(record.request_id), record.depth_drafted
+            if entry.sequence.max_new + record.num_emitted <= self._depth:
+                continue  # the end of the text cut the draft, as it would cut any other
             if is_usual:
-                tally.live.add(record.num_emitted, cycle_s * share)
+                tally.live.add(record.num_accepted + 1, cycle_s * share)
                 tally.rest.setdefault(depth, Spent()).add(1, rest_s * share)
             levels = tally.usual_levels if is_usual else tally.trial_levels
             if depth:

@@ -56,14 +56,10 @@ def read_config(path: Path) -> LoopConfig:
     """
     content = read_bytes(path, CONFIG_FILE)
     try:
-        if path.suffix == ".json":
-            values = parse_json(content)
-        else:
-            values = tomllib.loads(content.decode())
+        is_json = path.suffix == ".json"
+        values = parse_json(content, str(path)) if is_json else tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(
-            f"{path} is not TOML, or JSON if so named: {first_line(error)}"
-        ) from error
+        raise InvalidRequest(f"{path} is neither TOML nor JSON: {first_line(error)}") from error
     try:
         found = msgspec.convert(values, LoopConfig, dec_hook=_to_path)
     except msgspec.ValidationError as error:

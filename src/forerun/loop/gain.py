@@ -121,9 +121,9 @@ def _gain_of(sums: Sequence[float], depth: int) -> float:
     usual, usual_s, trial, trial_s = sums[6:10]
     if min(tokens, live_s, num_rest, num_chains) <= 0.0:
         return math.nan
-    # Steps with a trial are taken one by one. Where kernels draft faster, they will here too.
-    slower = 1.0
-    if min(usual, usual_s, trial, trial_s) > 0.0:
-        slower = min(1.0, (usual_s / usual) / (trial_s / trial))
-    step_s = rest_s / num_rest + slower * chains_s / num_chains
+    draft_s = chains_s / num_chains
+    if min(usual, trial) > 0.0:
+        # Where kernels draft, it takes less than in steps with a trial, here as for the live draft.
+        draft_s = max(0.0, draft_s + depth * (usual_s / usual - trial_s / trial))
+    step_s = rest_s / num_rest + draft_s
     return _length_of(_rates_of(sums, depth)) / step_s / (tokens / live_s) - 1.0

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -47,6 +47,7 @@ from forerun.server.responses import ResponsesAnswer, ResponsesChat
 from forerun.server.tool_calls import ToolFormat, chosen_format, forced
 
 
+@runtime_checkable
 class Collector(Protocol):
     """Keeps texts of requests that may be trained on; it is called from several threads."""
 

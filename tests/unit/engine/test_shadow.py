@@ -10,6 +10,7 @@ import torch
 from tests import tiny
 
 from forerun.drafters.draft_model import DraftModel
+from forerun.engine import shadow as shadow_module
 from forerun.engine.shadow import OpenChain, RequestTally, ShadowDraft, score_token
 from forerun.sampling.config import SamplingParams
 
@@ -169,4 +170,28 @@ class Broken(DraftModel):
         self.num_left -= 1
         if self.num_left < 0:
             raise RuntimeError("broken")
+        return super().propose(requests, plans)
+
+
+def test_a_trial_takes_its_share_of_the_time_of_steps(monkeypatch):
+    """With a clock that only drafting moves: a step takes 1.3 ms, a draft on trial 2 ms."""
+    now = [0.0]
+    monkeypatch.setattr(shadow_module.time, "monotonic", lambda: now[0])
+    target, near, far = models()
+    engine = tiny.engine_over(target, tiny.drafting(far, 8), k=K)
+    slow = Slow(near, 8)
+    slow.now = now
+    shadow = trial(engine, slow, share=0.1)
+    run(engine, GREEDY, number=60)
+    num_steps = engine.stats().num_steps
+    assert shadow.failure is None
+    # One burst of two drafts may be paid afterwards.
+    assert 0.05 * 0.0013 * num_steps < shadow.spent.seconds <= 0.1 * 0.0013 * num_steps + 0.004
+    without = tiny.engine_over(target, tiny.drafting(far, 8), k=K)
+    assert without.observers == []
+
+
+class Slow(DraftModel):
+    def propose(self, requests, plans):
+        self.now[0] += 0.002
         return super().propose(requests, plans)
