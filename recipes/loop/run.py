@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun import Engine, SamplingParams
 from forerun.client.client import Client
-from forerun.client.config import ClientConfig
+from forerun.client.connection import ClientConfig
 from forerun.errors import ForerunError
 from forerun.loop.journal import Journal, Record, find_draft, find_next, read_journal
 from forerun.measure.prompt_files import PromptEntry, read_prompts

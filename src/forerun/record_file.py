@@ -74,7 +74,7 @@ class RecordFile(Generic[RecordT]):
             os.fsync(file.fileno())
 
 
-def lock_folder(folder: Path, program: str) -> IO[bytes]:
+def lock_run_folder(folder: Path, program: str) -> IO[bytes]:
     """Return an open file that keeps other runs out until it is closed, or its process ends.
 
     Raises InvalidRequest if another run of `forerun PROGRAM` has the folder.

@@ -90,8 +90,9 @@ def traffic(running: AsyncEngine, num_threads: int = 3):
             thread.join()
 
 
-def load(drafts: Drafts, draft: Path | None) -> Engine:
+def load(drafts: Drafts, draft: Path | None, runner: str = "eager") -> Engine:
     config = EngineConfig(
+        runner=runner,
         num_speculative_tokens=K,
         controller="fixed",
         max_batch=4,
@@ -106,7 +107,7 @@ def open_loop(drafts, tmp_path, monkeypatch) -> Callable[..., tuple[Loop, AsyncE
     monkeypatch.setattr(loop_run, "POLL_S", 0.02)
     with ExitStack() as stack:
 
-        def open_one(served: Path, trained: Path, **changes):
+        def open_one(served: Path, trained: Path, runner: str = "eager", **changes):
             def train(command, log, limit_s, is_stopped):
                 out = Path(command[command.index("--out") + 1]) / "draft"
                 out.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ def open_loop(drafts, tmp_path, monkeypatch) -> Callable[..., tuple[Loop, AsyncE
                 serve=("x",), folder=tmp_path / "loop", shadow_share=0.5, **(settings | changes)
             )
             journal = stack.enter_context(Journal(config.folder))
-            engine = load(drafts, served)
+            engine = load(drafts, served, runner)
             store = TrafficStore(config.folder / "texts", engine.tokenizer.decode)
             stack.enter_context(store)
             running = stack.enter_context(AsyncEngine(engine))

@@ -54,8 +54,8 @@ def save_random(seed: int):
 
 
 def deepen(folder: Path) -> None:
-    """The same logits from ten times as many layers, most of which add nothing."""
-    tensors, num = load_file(folder / WEIGHTS), 40
+    """The same logits from forty times as many layers, most of which add nothing."""
+    tensors, num = load_file(folder / WEIGHTS), 160
     for name, tensor in [*tensors.items()]:
         if ".layers.0." in name:
             for layer in range(4, num):
@@ -104,7 +104,7 @@ BROKEN = {
 @pytest.fixture
 def serving(drafts, open_loop):
     """A loop over a good draft, with requests that go on."""
-    loop, running = open_loop(drafts.near, drafts.near)
+    loop, running = open_loop(drafts.near, drafts.near, "native")
     with traffic(running) as asking:
         yield loop, asking
 

@@ -71,7 +71,7 @@ def test_the_oldest_of_a_tenant_give_way_at_its_quota(tmp_path, caplog):
             store._flush()
     rows = stored(tmp_path)
     own = [row for row in rows if row["tenant"] == "one"]
-    assert 0 < sum(map(loop_store._size_of, own)) <= 1000
+    assert 0 < sum(map(loop_store._count_bytes, own)) <= 1000
     assert own[-1]["request_id"] == "r39"
     assert "r0" not in {row["request_id"] for row in own}
     assert rows[0]["request_id"] == "other"

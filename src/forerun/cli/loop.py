@@ -26,7 +26,7 @@ class LoopOptions:
     """run: TOML or JSON file of settings, see docs/loop.md; status: the folder that it names."""
 
 
-def run(options: LoopOptions) -> int:
+def run_or_show(options: LoopOptions) -> int:
     """Run a loop until a signal, or print its journal."""
     if options.action == "status":
         return print_status(options.path)
@@ -85,7 +85,7 @@ def run_loop(config: LoopConfig) -> int:
 
 COMMAND = Command(
     options=LoopOptions,
-    run=run,
+    run=run_or_show,
     has_positional=True,
     description="Serve a target, and train, try and replace its draft as the requests change:\n"
     "forerun loop run CONFIG, and forerun loop status FOLDER",

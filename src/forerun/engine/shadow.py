@@ -126,7 +126,7 @@ class ShadowedSequence:
     latest: tuple[Proposal, list[int], int] | None = None
     chains: list[OpenChain] = field(default_factory=list)
 
-    def verdict(self) -> tuple[Proposal, Verdict] | None:
+    def find_verdict(self) -> tuple[Proposal, Verdict] | None:
         """Return the latest proposal with the verdict that the text since then amounts to."""
         if self.latest is None:
             return None
@@ -149,10 +149,10 @@ class ShadowedSequence:
 class ShadowDraft:
     """An observer that tries a drafter on the requests of an engine; see the module.
 
-    After an error of the drafter it does nothing more.
+    The drafter reads the layers that the engine's store keeps (`Engine.check_layers`). After an
+    error of it the observer does nothing more.
 
     Args:
-        layers: that the engine's store keeps features of.
         depth: K, where no recent step drafted.
         share: of the time of steps, which the trial takes on average.
 
@@ -165,15 +165,12 @@ class ShadowDraft:
 
     is_required = False
 
-    def __init__(
-        self, drafter: Drafter, layers: tuple[int, ...], vocab_size: int, depth: int, share: float
-    ) -> None:
+    def __init__(self, drafter: Drafter, vocab_size: int, depth: int, share: float) -> None:
         self.drafter = drafter
         self.tallies: dict[str, RequestTally] = {}
         self.num_ended = 0
         self.failure: str | None = None
         self.spent = Spent()
-        self._columns = [layers.index(layer) for layer in drafter.required_features]
         self._vocab_size, self._depth, self._share = vocab_size, depth, share
         self._depths: deque[int] = deque(maxlen=RECENT_STEPS)
         self._shadowed: dict[str, ShadowedSequence] = {}
@@ -227,7 +224,7 @@ class ShadowDraft:
         if first.num_prefill_rows:
             return
         for record, entry in zip(step.records, step.emitting, strict=True):
-            tally, depth = self._tally_of(record.request_id), record.depth_drafted
+            tally, depth = self._find_tally(record.request_id), record.depth_drafted
             if entry.sequence.max_new + record.num_emitted <= self._depth:
                 continue  # the end of the text cut the draft, as it would cut any other
             if is_usual:
@@ -243,7 +240,7 @@ class ShadowDraft:
         elif self._usual_s is not None:
             self._allowance_s -= max(0.0, cycle_s - self._usual_s)
 
-    def _tally_of(self, key: str) -> RequestTally:
+    def _find_tally(self, key: str) -> RequestTally:
         tally = self.tallies.get(key)
         if tally is None:
             tally = self.tallies[key] = RequestTally()
@@ -256,7 +253,7 @@ class ShadowDraft:
     def _score(self, entry: ScheduledSequence) -> None:
         """Compare the open chains of a sequence with the tokens that the step emitted."""
         key = entry.sequence.key
-        shadowed, tally = self._shadowed.get(key), self._tally_of(key)
+        shadowed, tally = self._shadowed.get(key), self._find_tally(key)
         if entry.sequence.stop is not None and not tally.has_ended:
             tally.has_ended = True
             self.num_ended += bool(tally.weights or (shadowed and shadowed.chains))
@@ -264,7 +261,7 @@ class ShadowDraft:
             return
         probs = None
         if any(chain.probs is not None for chain in shadowed.chains):
-            probs = emitted_probs(entry)
+            probs = compute_emitted_probs(entry)
         ids = entry.sequence.ids
         before = len(ids) - entry.num_emitted
         still_open = []
@@ -307,7 +304,7 @@ class ShadowDraft:
         drafted: list[ScheduledSequence] = []
         is_timed = True
         for entry in going:
-            each = self._shadowed_of(entry)
+            each = self._find_shadowed(entry)
             before = len(entry.sequence.ids) - entry.num_emitted
             is_timed &= each.latest is not None and each.latest[2] == before
             new, most = ScheduledSequence.of(entry.sequence), entry.sequence.max_new - 1
@@ -317,8 +314,8 @@ class ShadowDraft:
             drafted.append(new)
         if not asked:
             return
-        began_s = time.monotonic()
         self._report(asked)
+        began_s = time.monotonic()  # other steps have the report of the live draft in their rest
         plans = [entry.plan for entry in drafted]
         answers = self.drafter.propose([each.request for each in asked], plans)
         proposals = [one if isinstance(one, Proposal) else None for one in answers]
@@ -326,7 +323,7 @@ class ShadowDraft:
         chains = [[] if one is None else one.tokens.tolist() for one in proposals]
         share_s = (time.monotonic() - began_s) / len(asked)
         for each, proposal, tokens in zip(asked, proposals, chains, strict=True):
-            tally, start = self._tally_of(each.sequence.key), len(each.sequence.ids)
+            tally, start = self._find_tally(each.sequence.key), len(each.sequence.ids)
             each.latest = None if proposal is None else (proposal, tokens, start)
             if is_timed:
                 tally.chains.setdefault(depth, Spent()).add(1, share_s)
@@ -337,14 +334,14 @@ class ShadowDraft:
                 probs = proposal.draft_probs if is_drawn else None
                 each.chains.append(OpenChain(tokens=tokens, start=start, probs=probs))
 
-    def _shadowed_of(self, entry: ScheduledSequence) -> ShadowedSequence:
+    def _find_shadowed(self, entry: ScheduledSequence) -> ShadowedSequence:
         """Return the state of a sequence, which draws other noise than the text unless coupled."""
         sequence = entry.sequence
         found = self._shadowed.get(sequence.key)
         if found is None:
             request = replace(request_of(sequence), context=None)
             if not request.coupled:
-                request = replace(request, noise_key=other_key(sequence.noise_key))
+                request = replace(request, noise_key=derive_key(sequence.noise_key))
             found = self._shadowed[sequence.key] = ShadowedSequence(
                 sequence=sequence, context=entry.context, request=request
             )
@@ -354,16 +351,18 @@ class ShadowDraft:
         """Report the verdict on each latest proposal, then all further rows."""
         judged = []
         for each in asked:
-            if (found := each.verdict()) is not None:
-                judged.append(self._outcome(each, 1 + found[1].num_accepted, *found))
+            if (found := each.find_verdict()) is not None:
+                judged.append(self._build_outcome(each, 1 + found[1].num_accepted, *found))
         if judged:
             self.drafter.observe(judged)
         behind = [each for each in asked if each.num_observed < each.context.num_cached]
         if behind:
             rows = (each.context.num_cached - each.num_observed for each in behind)
-            self.drafter.observe([self._outcome(*pair) for pair in zip(behind, rows, strict=True)])
+            self.drafter.observe(
+                [self._build_outcome(*pair) for pair in zip(behind, rows, strict=True)]
+            )
 
-    def _outcome(
+    def _build_outcome(
         self,
         each: ShadowedSequence,
         num_rows: int,
@@ -372,11 +371,9 @@ class ShadowDraft:
     ) -> StepOutcome:
         """Return the outcome of the next rows of a sequence."""
         start, each.num_observed = each.num_observed, each.num_observed + num_rows
-        features = None
-        if self._columns:
-            context = each.context
-            rows = context.store.features(context.slot, start, each.num_observed)
-            features = rows[:, self._columns]
+        features, context = None, each.context
+        if self.drafter.required_features:
+            features = context.store.features(context.slot, start, each.num_observed)
         return StepOutcome(
             request=each.request,
             first_row=start,
@@ -412,7 +409,7 @@ def score_token(
     return True
 
 
-def emitted_probs(entry: ScheduledSequence) -> Float[Tensor, "emitted vocab"] | None:
+def compute_emitted_probs(entry: ScheduledSequence) -> Float[Tensor, "emitted vocab"] | None:
     """Return the distributions that the tokens of a finished step were drawn from.
 
     None without its logits, and where penalties or a mask, which have changed since, apply.
@@ -425,6 +422,6 @@ def emitted_probs(entry: ScheduledSequence) -> Float[Tensor, "emitted vocab"] | 
     return target_probs(logits[rows], params, [])
 
 
-def other_key(noise_key: int) -> int:
+def derive_key(noise_key: int) -> int:
     """Return a key whose noise has nothing to do with what the text is drawn with."""
     return step_key(noise_key, 0, 1, Purpose.BONUS)

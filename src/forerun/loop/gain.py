@@ -73,19 +73,19 @@ def measure_gain(tallies: Sequence[RequestTally], confidence: float = 0.95) -> G
     if num < MIN_REQUESTS:
         return None
     total = [sum(column) for column in zip(*groups, strict=True)]
-    estimate = _gain_of(total, depth)
-    without = [_gain_of(list(map(sub, total, group)), depth) for group in groups]
+    estimate = _compute_gain(total, depth)
+    without = [_compute_gain(list(map(sub, total, group)), depth) for group in groups]
     if not all(map(math.isfinite, (estimate, *without))):
         return None
     mean = sum(without) / num
     error = math.sqrt((num - 1) / num * sum((value - mean) ** 2 for value in without))
     reach = student_quantile(0.5 + confidence / 2, num - 1) * error
-    rates = _rates_of(total, depth)
+    rates = _compute_rates(total, depth)
     return Gain(
         gain=Interval(estimate=estimate, low=estimate - reach, high=estimate + reach),
         num_requests=num,
         depth=depth,
-        acceptance_length=_length_of(rates),
+        acceptance_length=_compute_length(rates),
         acceptance=tuple(rates),
     )
 
@@ -104,18 +104,18 @@ def _sum_of(tally: RequestTally, depth: int) -> list[float]:
     return [value for part in parts for value in (part.number, part.seconds)] + scores
 
 
-def _rates_of(sums: Sequence[float], depth: int) -> list[float]:
+def _compute_rates(sums: Sequence[float], depth: int) -> list[float]:
     weights, accepted = sums[-2 * depth : -depth], sums[-depth:]
     pairs = zip(accepted, weights, strict=True)
     return [min(1.0, above / below) if below > 0.0 else 0.0 for above, below in pairs]
 
 
-def _length_of(rates: Sequence[float]) -> float:
+def _compute_length(rates: Sequence[float]) -> float:
     """Return the expected tokens of a step, from the acceptance of each position given the last."""
     return 1.0 + sum(math.prod(rates[: n + 1]) for n in range(len(rates)))
 
 
-def _gain_of(sums: Sequence[float], depth: int) -> float:
+def _compute_gain(sums: Sequence[float], depth: int) -> float:
     """Return the gain; NaN where a time is missing."""
     tokens, live_s, num_rest, rest_s, num_chains, chains_s = sums[:6]
     usual, usual_s, trial, trial_s = sums[6:10]
@@ -126,4 +126,4 @@ def _gain_of(sums: Sequence[float], depth: int) -> float:
         # Where kernels draft, it takes less than in steps with a trial, here as for the live draft.
         draft_s = max(0.0, draft_s + depth * (usual_s / usual - trial_s / trial))
     step_s = rest_s / num_rest + draft_s
-    return _length_of(_rates_of(sums, depth)) / step_s / (tokens / live_s) - 1.0
+    return _compute_length(_compute_rates(sums, depth)) / step_s / (tokens / live_s) - 1.0

@@ -15,7 +15,7 @@ from typing import IO, Literal
 import msgspec
 
 from forerun.errors import InvalidRequest, UnreadableInput
-from forerun.record_file import RecordFile, lock_folder
+from forerun.record_file import RecordFile, lock_run_folder
 
 Stage = Literal["watch", "train", "shadow", "promote", "settle", "roll_back"]
 
@@ -98,7 +98,7 @@ class Journal:
         """Take the folder and read it; raises InvalidRequest if another loop has it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self.folder, "loop")
+            self._lock = lock_run_folder(self.folder, "loop")
             self.records = self._file.read()
         except (OSError, UnreadableInput) as error:
             self.__exit__()

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from forerun.atomic_write import atomic_folder
 from forerun.drafters.base import Drafter
@@ -81,7 +82,7 @@ class Loop:
         self._stop.set()
         self._thread.join()
 
-    def source_of(self, version: int) -> str:
+    def find_source(self, version: int) -> str:
         """Return the name or folder of a draft."""
         return find_draft(self.journal.records, version) or self.draft
 
@@ -137,7 +138,7 @@ class Loop:
                 )
             )
             self._write_texts(texts)
-        drafter, source = self.running.engine.drafter, self.source_of(self._version)
+        drafter, source = self.running.engine.drafter, self.find_source(self._version)
         assert drafter is not None
         command = align_command(self.target, source, drafter.method, texts, out, self.config.train)
         limit_s = 60.0 * self.config.train_minutes
@@ -151,12 +152,12 @@ class Loop:
     def try_candidate(self, number: int) -> Record:
         """Try the trained draft on live requests; it is good if it is faster for certain."""
         try:
-            candidate = self._load(self.source_of(number))
+            candidate = self._load(self.find_source(number))
         except EngineStopped:
             raise
         except (ForerunError, OSError) as error:
             return self._record(number, "shadow", f"it is refused: {error}", is_good=False)
-        with self._trial(candidate) as shadow:
+        with self._try_drafter(candidate) as shadow:
             gain = None
             if self._await_requests(shadow, self.config.shadow_requests):
                 gain = self._read_gain(shadow)
@@ -171,7 +172,7 @@ class Loop:
     def promote(self, number: int) -> Record:
         """Say that the tried draft is in service from here on."""
         try:
-            self._candidate = self._candidate or self._load(self.source_of(number))
+            self._candidate = self._candidate or self._load(self.find_source(number))
         except (InvalidModel, OSError) as error:  # since it was tried
             return self._record(number, "promote", f"it is gone: {error}", is_good=False)
         why = f"version {number} takes the place of version {self._version}"
@@ -181,7 +182,7 @@ class Loop:
         """Try the former draft beside the promoted one, which is bad if the former is faster."""
         before = find_previous(self.journal.records)
         gain, is_good, num = None, True, self.config.settle_requests
-        with self._trial(self._candidate or self._load(self.source_of(before))) as shadow:
+        with self._try_drafter(self._candidate or self._load(self.find_source(before))) as shadow:
             self._candidate = shadow.drafter
             for look in range(1, SETTLE_LOOKS + 1):
                 if not self._await_requests(shadow, num * look // SETTLE_LOOKS):
@@ -203,26 +204,12 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------- parts
 
-    def _record(  # noqa: PLR0913 (fields of the record)
-        self,
-        number: int,
-        stage: Stage,
-        why: str,
-        *,
-        is_good: bool = True,
-        version: int | None = None,
-        draft: str | None = None,
-        gain: Gain | None = None,
+    def _record(
+        self, number: int, stage: Stage, why: str, gain: Gain | None = None, **fields: Any
     ) -> Record:
-        return Record(
-            round=number,
-            stage=stage,
-            is_good=is_good,
-            version=self._version if version is None else version,
-            why=why,
-            draft=draft,
-            figures={} if gain is None else gain.figures,
-        )
+        figures = {} if gain is None else gain.figures
+        given = {"is_good": True, "version": self._version, **fields}
+        return Record(round=number, stage=stage, why=why, figures=figures, **given)
 
     def _find_staleness(self) -> str | None:
         """Return how the target differs from that of the draft in service, once for each draft."""
@@ -232,7 +219,7 @@ class Loop:
             return None
         try:
             return staleness(
-                ModelFiles.find(self.source_of(version)).folder, ModelFiles.open(self.target)
+                ModelFiles.find(self.find_source(version)).folder, ModelFiles.open(self.target)
             )
         except ForerunError as error:
             logger.info("the draft's card is of no use: %s", error)
@@ -259,13 +246,12 @@ class Loop:
         return drafter
 
     @contextmanager
-    def _trial(self, drafter: Drafter) -> Iterator[ShadowDraft]:
+    def _try_drafter(self, drafter: Drafter) -> Iterator[ShadowDraft]:
         """Try a drafter on the engine's requests while the block runs."""
 
         def begin(engine: Engine) -> ShadowDraft:
             shadow = ShadowDraft(
                 drafter,
-                engine.stepper.feature_layers,
                 engine.target.vocab_size,
                 engine.config.num_speculative_tokens,
                 self.config.shadow_share,
@@ -298,7 +284,7 @@ class Loop:
 
     def _put_in_service(self, version: int) -> None:
         """Swap the draft in service between two steps, and keep the one before for a trial."""
-        drafter = self._candidate or self._load(self.source_of(version))
+        drafter = self._candidate or self._load(self.find_source(version))
 
         def swap(engine: Engine) -> Drafter | None:
             former = engine.drafter

@@ -12,16 +12,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from forerun.atomic_write import UNFINISHED, atomic_write, remove
 from forerun.bounded_read import ReadLimits, first_line, read_parquet
 from forerun.engine.results import RequestOutput
 from forerun.errors import InvalidRequest, UnreadableInput
-from forerun.record_file import lock_folder
+from forerun.record_file import lock_run_folder
 
 logger = logging.getLogger("forerun.collect")
 
@@ -38,8 +37,7 @@ LIMITS = ReadLimits(max_bytes=1 << 30, max_seconds=600.0)
 Row = dict[str, Any]
 
 
-@dataclass(slots=True, kw_only=True)
-class Entry:
+class Entry(NamedTuple):
     """What is remembered of a stored row."""
 
     request_id: str
@@ -87,10 +85,10 @@ class TrafficStore:
 
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self.folder, "serve --collect")
+            self._lock = lock_run_folder(self.folder, "serve --collect")
             for scratch in self.folder.glob(f"*{UNFINISHED}"):
                 remove(scratch)
-            for part in self._parts():
+            for part in self._list_parts():
                 self._note(_read_rows(part), part)
         except (OSError, UnreadableInput) as error:
             raise InvalidRequest(f"texts cannot be collected in {self.folder}: {error}") from error
@@ -129,7 +127,7 @@ class TrafficStore:
         """Write the newest texts to a file that `forerun align` reads; returns how many."""
         with self._guard:
             self._flush()
-            rows = [row for part in self._parts() for row in _read_rows(part)][-most:]
+            rows = [row for part in self._list_parts() for row in _read_rows(part)][-most:]
         _write_rows(rows, path)
         return len(rows)
 
@@ -150,7 +148,7 @@ class TrafficStore:
                     request_id, tenant, at_s, output = self._queue.get_nowait()
                 except Empty:
                     break
-                for row in self._rows_of(output):
+                for row in self._build_rows(output):
                     key = tenant, row["digest"]
                     if key not in self._digests and key not in known:
                         known.add(key)
@@ -166,7 +164,7 @@ class TrafficStore:
                 self.num_left_out += len(rows)
                 self._say("disk", f"texts are not collected at present: {error}")
 
-    def _rows_of(self, output: RequestOutput) -> list[Row]:
+    def _build_rows(self, output: RequestOutput) -> list[Row]:
         """Return a row per answer that ended by itself or at its length."""
         prompt_ids = list(output.prompt_token_ids)
         rows = []
@@ -183,11 +181,11 @@ class TrafficStore:
                         "token_ids": token_ids,
                     }
                 )
-        return [row for row in rows if _size_of(row) <= MAX_REQUEST_BYTES]
+        return [row for row in rows if _count_bytes(row) <= MAX_REQUEST_BYTES]
 
     def _append(self, rows: list[Row]) -> None:
         """Write rows into the newest file if it is small, and into a new one otherwise."""
-        parts = self._parts()
+        parts = self._list_parts()
         part = self.folder / f"{len(parts) and int(parts[-1].stem) + 1:012d}.parquet"
         before: list[Row] = []
         if parts and sum(e.part == parts[-1] for e in self._entries) + len(rows) <= MAX_ROWS:
@@ -231,21 +229,13 @@ class TrafficStore:
 
     def _note(self, rows: Sequence[Row], part: Path) -> None:
         for row in rows:
-            size = _size_of(row)
-            self._entries.append(
-                Entry(
-                    request_id=row["request_id"],
-                    tenant=row["tenant"],
-                    digest=row["digest"],
-                    num_bytes=size,
-                    at_s=row["at_s"],
-                    part=part,
-                )
-            )
-            self._digests.add((row["tenant"], row["digest"]))
-            self._bytes[row["tenant"]] += size
+            size = _count_bytes(row)
+            name, tenant, digest = row["request_id"], row["tenant"], row["digest"]
+            self._entries.append(Entry(name, tenant, digest, size, row["at_s"], part))
+            self._digests.add((tenant, digest))
+            self._bytes[tenant] += size
 
-    def _parts(self) -> list[Path]:
+    def _list_parts(self) -> list[Path]:
         return sorted(self.folder.glob("*.parquet"))
 
     def _say(self, kind: str, text: str) -> None:
@@ -255,7 +245,7 @@ class TrafficStore:
             logger.warning("%s", text)
 
 
-def _size_of(row: Row) -> int:
+def _count_bytes(row: Row) -> int:
     """Return the bytes that count for the quota: texts, and four per token."""
     texts = len(row["prompt"].encode()) + len(row["response"].encode())
     return texts + 4 * (len(row["prompt_ids"]) + len(row["token_ids"]))

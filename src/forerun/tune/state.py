@@ -9,7 +9,7 @@ from typing import IO, Any, TypeAlias
 import msgspec
 
 from forerun.errors import InvalidRequest, UnreadableInput
-from forerun.record_file import RecordFile, lock_folder
+from forerun.record_file import RecordFile, lock_run_folder
 from forerun.tune.arms import Load
 from forerun.tune.load import LoadBlock
 
@@ -92,7 +92,7 @@ class RunState:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self.folder, "tune")
+            self._lock = lock_run_folder(self.folder, "tune")
             self.records = self._load()
         except BaseException as error:
             self.__exit__()
