@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from tests import tiny
+from tests import heads, tiny
 
 from forerun.drafters.draft_model import DraftModel
 from forerun.engine import shadow as shadow_module
@@ -151,6 +151,45 @@ def test_a_draft_that_is_in_service_too_is_scored_as_it_is_accepted(params):
     accepted = sum(sum(tally.accepted) for tally in tallies)
     assert 0 <= stats.num_accepted - accepted < len(tallies)
     assert sum(tally.weights[0] for tally in tallies) > stats.num_drafted / K - len(tallies)
+
+
+class Twins:
+    """Compares what is verified with what the trial proposed after the step before."""
+
+    is_required = True
+    wants_logits = False
+
+    def __init__(self, shadow):
+        self.shadow = shadow
+        self.num_compared = 0
+
+    def observe(self, step):
+        for entry in step.emitting:
+            if entry.proposal is not None:
+                _, tokens, _ = self.shadow._shadowed[entry.sequence.key].latest
+                assert tokens == entry.proposal.tokens.tolist()
+                self.num_compared += 1
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_a_twin_of_the_draft_in_service_proposes_the_same(kind, params):
+    """It reads the same rows and features, although nothing of it is verified."""
+    target = tiny.adapted(tiny.network(num_layers=4))
+    if kind == "head":
+        head = heads.eagle3_head(target, draft_vocab_size=tiny.VOCAB_SIZE)
+        served, twin = (heads.eagle3_drafter(target, head) for _ in range(2))
+    else:
+        served, twin = (
+            tiny.drafting(tiny.adapted(tiny.network(jitter=0.02, num_layers=4))) for _ in range(2)
+        )
+    engine = tiny.engine_over(target, served, k=K)
+    twins = Twins(None)
+    engine.observers.append(twins)
+    twins.shadow = trial(engine, twin)
+    run(engine, params, number=6)
+    assert twins.shadow.failure is None
+    assert twins.num_compared >= engine.stats().num_drafted / K > 20
 
 
 @KINDS
