@@ -35,6 +35,8 @@ TORCH_FREE = (
     "forerun.sampling.config",
     "forerun.trace.files",
     "forerun.trace.cycles",
+    "forerun.vllm_plugin.endpoint",
+    "forerun.vllm_plugin.observer",
 )
 
 

@@ -45,6 +45,7 @@ CLEAN: tuple[str, ...] = (
     "theory",
     "trace",
     "tune",
+    "vllm_plugin",
 )
 BANNED = re.compile(
     r"(?<![a-z])(law|laws|lawful|lawless|glances?|glanced|glancing|wish|wishes|wished|landmarks?|loyalty|loyal|"

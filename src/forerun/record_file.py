@@ -9,6 +9,7 @@ from typing import IO, Generic, TypeVar
 
 import msgspec
 
+from forerun.atomic_write import errors_naming
 from forerun.bounded_read import ReadLimits, check_regular, first_line, open_bounded
 from forerun.errors import InvalidRequest, UnreadableInput
 
@@ -64,11 +65,11 @@ class RecordFile(Generic[RecordT]):
         return found
 
     def append(self, record: RecordT) -> None:
-        """Append a record, and wait until it is on the disk."""
+        """Append a record, and wait until it is on the disk; an OSError names the file."""
         if self._num_bytes is not None:
             os.truncate(self.path, self._num_bytes)
             self._num_bytes = None
-        with self.path.open("ab") as file:
+        with errors_naming(self.path), self.path.open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -17,7 +17,7 @@ Faults (`--fault NAME` or `--fault NAME=VALUE`, several times):
     slow-start=S      listens after S seconds
     never-ready       does not listen
     loading=S         answers 503 for S seconds
-    crash=MESSAGE     prints a message and ends with status 1
+    crash=MESSAGE     prints a message, with words and variables for {all}, and ends with status 1
     killed            kills itself before it listens
     crash-after=N     ends with status 1 in the request after N of them
     hang-after=N      does not answer any request of text after N of them
@@ -31,6 +31,7 @@ Faults (`--fault NAME` or `--fault NAME=VALUE`, several times):
     garbage           sends events that are not JSON
     no-api            answers every GET with a page
     key=KEY           asks for an API key
+    longest=N         refuses prompts of more characters
 """
 
 from __future__ import annotations
@@ -178,6 +179,8 @@ class Handler(BaseHTTPRequestHandler):
             value = body.get(name)
             if value is not None and value not in (off if isinstance(off, tuple) else (off,)):
                 return self.refuse(400, f"{name} is not supported")
+        if len(json.dumps(body)) > int(self.faults.get("longest", 1 << 30)):
+            return self.refuse(400, "the maximum context length is 64 tokens, this has 99")
         with self.counters.lock:
             number = self.counters.requests
             self.counters.requests += 1
@@ -313,6 +316,7 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--speculative-config", default="{}")
     parser.add_argument("--k", type=int)
+    parser.add_argument("--api-key", nargs="*")
     parser.add_argument("--acceptance", default="0.7", help="a number, or METHOD=NUMBER,...")
     parser.add_argument("--request-s", type=float, default=0.0)
     parser.add_argument("--step-s", type=float, default=0.0)
@@ -344,7 +348,8 @@ def start_faults(faults: dict[str, str]) -> None:
         time.sleep(0.5)
         sys.exit(0)
     if "crash" in faults:
-        print(f"INFO loading\n{faults['crash']}", file=sys.stderr, flush=True)
+        message = faults["crash"].format(all=f"{sys.argv} {dict(os.environ)}")
+        print(f"INFO loading\n{message}", file=sys.stderr, flush=True)
         sys.exit(1)
     if "killed" in faults:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -50,7 +50,8 @@ def test_the_faster_server_is_named_and_written_into_the_folder(tmp_path, capsys
     assert again["loads"] == result["loads"]
 
 
-def test_ctrl_c_keeps_what_is_known_and_the_same_command_goes_on(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_keeps_what_is_known_and_the_same_command_goes_on(tmp_path, number):
     words = [sys.executable, "-m", "forerun", "tune", *arm_words(none=0.05, fast=0.03)]
     words += ["--max-tokens", "64", "--audit-tokens", "0", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -59,7 +60,7 @@ def test_ctrl_c_keeps_what_is_known_and_the_same_command_goes_on(tmp_path):
     ) as run:
         state = tmp_path / "state.jsonl"
         wait_until(lambda: state.is_file() and '"block"' in state.read_text())
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         said, complaint = run.communicate(timeout=LONG_S)
     assert run.returncode == 130
     assert "the same command goes on" in complaint and "Traceback" not in complaint
@@ -93,12 +94,40 @@ def test_the_plan_shows_commands_and_starts_nothing(tmp_path, capsys):
         (["--arm", "a=server --port 80"], "has no {port}"),
         (["--target", "m", "--clients", "1", "0"], "--clients is 0"),
         (["vllm serve m", "--compare", "missing.json", "--plan"], "missing.json"),
+        (["vllm serve m", "--draft", "", "--plan"], "names no draft"),
     ],
 )
 def test_bad_input_is_one_line(arguments, said, tmp_path, capsys):
     assert run_tune(tmp_path, *arguments) == 2
     complaint = capsys.readouterr().err
     assert said in complaint and complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [(), ("--plan",)])
+def test_too_few_tokens_for_an_audit_are_refused(more, tmp_path, capsys):
+    words = ["tune", "vllm serve m", "--audit-tokens", "10", "--out", str(tmp_path), *more]
+    assert main(words) == 2
+    assert "--audit-tokens 10 is too few" in capsys.readouterr().err
+
+
+def test_secrets_are_neither_printed_nor_written(tmp_path, capsys):
+    folder = tmp_path / "run"
+    secrets = ("DB_PASS=hunter2", "HF_TOKEN='hf 1234'", "--api-key sk-56 sk-78")
+    arms = arm_words(none=0.01, fast=0.01)[1:]
+    arms = [arm.replace("=", f"={secrets[0]} {secrets[1]} ", 1) for arm in arms]
+    arms = ["--arm", *(f"{arm} {secrets[2]}" for arm in arms)]
+    arms.append(f"{arms[1]} --fault 'crash=error: {{all}}'".replace("none", "c", 1))
+    assert run_tune(folder, *arms, "--minutes", "0.01") == 0
+    assert run_tune(folder, *arms, "--plan") == 0
+    shown = capsys.readouterr()
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    texts = [p.read_text() for p in written if p.parent == folder]
+    for text in (shown.out, shown.err, *texts, *map(str, written)):
+        assert not any(word in text for word in ("hunter2", "hf 1234", "sk-56", "sk-78"))
+    assert "DB_PASS=... HF_TOKEN=..." in shown.out
+    assert folder.stat().st_mode & 0o777 == (folder / "logs").stat().st_mode & 0o777 == 0o700
+    logs = [path.stat().st_mode & 0o777 for path in (folder / "logs").iterdir()]
+    assert logs and set(logs) == {0o600}
 
 
 # ------------------------------------------------------------------------------ former commands

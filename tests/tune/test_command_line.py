@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun.client.urls import hide_keys, hide_words
 from forerun.errors import InvalidRequest
 from forerun.tune.arms import Arm, Speculation
 from forerun.tune.command_line import DIALECTS, parse_command, plan_arms, show_command
@@ -250,6 +251,12 @@ def test_a_method_without_its_weights_is_refused() -> None:
         plan("vllm serve m", ("eagle3",))
 
 
+@pytest.mark.parametrize("draft", ["", " ", "eagle3:"])
+def test_a_draft_without_a_name_is_refused(draft: str) -> None:
+    with pytest.raises(InvalidRequest, match="names no draft: write PATH or METHOD:PATH"):
+        plan("vllm serve m", (draft,))
+
+
 def test_a_file_that_sets_speculation_is_refused(tmp_path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: m\n")
@@ -302,6 +309,36 @@ def test_a_configuration_of_vllm_is_read_as_it_is_written(method, k, other) -> N
     dialect = DIALECTS["vllm"]
     again = dialect.read(["vllm", "serve", "m", *dialect.write_flags(command.speculation, command)])
     assert again is not None and again.speculation == command.speculation
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("DB_PASS=X my-server --port {port}", "DB_PASS=... my-server --port {port}"),
+        ("HF_TOKEN='a b' my-server", "HF_TOKEN=... my-server"),
+        (shlex.join(["HF_TOKEN=a'b c", "x"]), "HF_TOKEN=... x"),
+        ("vllm serve m --api-key a b --port 3", "vllm serve m --api-key ... ... --port 3"),
+        ("vllm serve --api_key \\\n a", "vllm serve --api_key \\\n ..."),
+        ("x --hf-token 'a b' m --max-tokens 5", "x --hf-token ... m --max-tokens 5"),
+        ("x -mu https://me:pw@host/m.gguf?sig=1&b=2", "x -mu https://…@host/m.gguf?..."),
+        ("x --password 'unclosed pw", "x --password ..."),
+    ],
+)
+def test_secrets_of_a_command_are_hidden(command: str, shown: str) -> None:
+    assert hide_keys(command) == shown
+
+
+@given(st.lists(st.text(max_size=6) | st.sampled_from(["--api-key", "A_KEY=x y", "--token=z'12"])))
+def test_hiding_keeps_every_word_in_its_place(words: list[str]) -> None:
+    assert len(shlex.split(hide_keys(shlex.join(words)))) == len(words)
+    shown = hide_words("it says x yz and z'12", ["A_KEY=x yz", *words, "--token=z'12"])
+    assert "x yz" not in shown and "z'12" not in shown
+
+
+def test_several_keys_of_vllm_are_of_its_address() -> None:
+    command = parse_command("vllm serve m --api-key sk-1 sk-2 --seed 4")
+    assert command.address == ("--api-key", "sk-1", "sk-2")
+    assert command.arguments == ("m", "--seed", "4")
 
 
 def test_keys_are_not_shown() -> None:

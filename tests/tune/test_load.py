@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -23,7 +24,7 @@ from forerun.tune.load import (
     mark_prompt,
     measure_load,
 )
-from forerun.tune.server import MeasuredServer, TimedAnswer, digest_text
+from forerun.tune.server import MeasuredServer, Prompt, TimedAnswer, digest_text
 
 LOAD, BUSY = Load(), Load(clients=4)
 PARAMS = SamplingParams(max_tokens=8)
@@ -41,6 +42,7 @@ def block(index: int, scale: float = 1.0, arm: str = "a", text: str = "x") -> Lo
         arm=arm,
         load=LOAD,
         index=index,
+        unit=index,
         wall_s=4.0 * scale,
         answers=(
             answer(text, 1.0 * scale, 2.0 * scale, 11),
@@ -62,19 +64,18 @@ def test_figures_are_as_defined():
     assert found["tpot_p95_s"].estimate == pytest.approx(0.3)
 
 
-def test_ratios_are_paired_so_that_a_slow_block_of_both_changes_nothing():
-    scales = (1.0, 5.0, 0.7, 2.0, 1.3)
-    first = [block(n, scale) for n, scale in enumerate(scales)]
-    second = [block(n, 2 * scale, "b") for n, scale in reversed([*enumerate(scales)])]
-    ratio = compute_figures(first, [*second, block(9, 100.0, "b")])["requests_per_s"]
-    assert ratio.low == pytest.approx(ratio.high) == pytest.approx(2.0)
+def test_blocks_of_one_start_are_one_unit():
+    starts = [replace(block(n, 1.0 + n), unit=n // 2) for n in range(4)]
+    found = compute_figures(starts)["requests_per_s"]
+    assert found.estimate == pytest.approx(8 / 40)
+    assert (found.low, found.high) == (pytest.approx(4 / 28), pytest.approx(4 / 12))
 
 
 def test_one_block_shows_nothing_and_none_is_refused():
     found = compute_figures([block(0)])["requests_per_s"]
     assert (found.low, found.high) == (0.0, float("inf"))
     with pytest.raises(ValueError, match="no blocks"):
-        compute_figures([block(0)], [block(1)])
+        compute_figures([])
 
 
 def test_texts_of_the_same_prompts_are_compared():
@@ -134,16 +135,31 @@ def test_a_block_has_two_requests_per_client():
 # ----------------------------------------------------------------------------------------- prompts
 
 
+def named(number: int) -> dict[str, Prompt]:
+    return {f"p.jsonl:{n}": f"p{n}" for n in range(number)}
+
+
 def test_every_block_has_other_prompts_and_all_arms_the_same():
-    deck = PromptDeck([f"p{n}" for n in range(20)], 0xAB)
+    deck = PromptDeck(named(20), 0xAB)
     dealt = [deck.deal(LOAD, 0, 3), deck.deal(BUSY, 0, 8), deck.deal(LOAD, 1, 3)]
     assert len({prompt for prompts in dealt for prompt in prompts}) == 14
     assert deck.deal(BUSY, 0, 8) == dealt[1]
     assert deck.deal(LOAD, 2, 3) == ["p18", "# ab-150\np0", "# ab-160\np1"]
 
 
+def test_a_prompt_that_is_left_out_is_dealt_no_more():
+    deck = PromptDeck(named(9), 1)
+    assert deck.deal(LOAD, 0, 3) == ["p0", "p1", "p2"]
+    assert deck.find_name(LOAD, 0, 1, False) == "p.jsonl:1"
+    deck = PromptDeck(named(9), 1, left_out=["p.jsonl:1"])
+    assert deck.deal(LOAD, 0, 3) == ["p0", "p2", "p4"]
+    assert deck.deal(LOAD, 0, 3, is_final=True)[:2] == ["p3", "p7"]
+    with pytest.raises(InvalidRequest, match="takes no prompt"):
+        PromptDeck(named(9), 1, left_out=["p.jsonl:3", "p.jsonl:7"])
+
+
 def test_the_final_measurement_has_prompts_of_its_own():
-    deck = PromptDeck([f"p{n}" for n in range(20)], 1)
+    deck = PromptDeck(named(20), 1)
     chosen = {p for index in range(4) for p in deck.deal(LOAD, index, 3)}
     final = deck.deal(LOAD, 0, 3, is_final=True) + deck.deal(BUSY, 0, 3, is_final=True)
     assert not {p.rpartition("\n")[2] for p in final} & chosen
@@ -152,7 +168,7 @@ def test_the_final_measurement_has_prompts_of_its_own():
 
 def test_a_run_that_goes_on_deals_the_same():
     order = [(LOAD, 0), (BUSY, 0), (LOAD, 1)]
-    decks = [PromptDeck([f"p{n}" for n in range(9)], 1) for _ in range(2)]
+    decks = [PromptDeck(named(9), 1) for _ in range(2)]
     dealt = [[deck.deal(load, index, 3) for load, index in order] for deck in decks]
     assert dealt[0] == dealt[1]
     decks[1].deal_warm_up(4)
@@ -160,7 +176,7 @@ def test_a_run_that_goes_on_deals_the_same():
 
 
 def test_servers_that_ran_before_get_marked_prompts_only():
-    deck = PromptDeck(["p0", "p1"], 0xF, marks_all=True)
+    deck = PromptDeck(named(4), 0xF, marks_all=True)
     assert deck.deal(LOAD, 0, 2) == ["# f-00\np0", "# f-10\np1"]
     assert len({*deck.deal_warm_up(3)}) == 3
 
@@ -178,12 +194,14 @@ def test_prompts_of_a_file_become_conversations_or_stay_texts(tmp_path: Path):
     texts = [{"prompt": text} for text in ("t", "u", "t", "v")]
     path.write_text("\n".join(map(json.dumps, [*texts, {"messages": turns}])))
     users = [({"role": "user", "content": text},) for text in ("t", "u", "v")]
-    assert list_prompts(path, is_chat=True) == [*users, (turns[0],)]
+    found = list_prompts(path, is_chat=True)
+    assert [*found.values()] == [*users, (turns[0],)]
+    assert [name.rpartition(":")[2] for name in found] == ["1", "2", "4", "5"]
     with pytest.raises(InvalidRequest, match="is a conversation"):
         list_prompts(path, is_chat=False)
     path.write_text("\n".join(map(json.dumps, texts)))
     with pytest.raises(InvalidRequest, match="has 3 different prompts; 4 are needed"):
         list_prompts(path, is_chat=False)
-    assert isinstance(list_prompts(None, is_chat=False)[0], str)
-    shipped = list_prompts(None, is_chat=True)
+    assert all(isinstance(p, str) for p in list_prompts(None, is_chat=False).values())
+    shipped = list_prompts(None, is_chat=True).values()
     assert len(shipped) == 40 and all(len(prompt) == 1 for prompt in shipped)

@@ -284,6 +284,11 @@ def test_a_log_has_the_beginning_and_the_end_of_gigabytes(log):
             "Value error, no K [type=value_error]\n    For further information visit https://e.dev",
             "exit status 1: Value error, no K",
         ),
+        (
+            1,
+            "load_model: failed to load\nexiting due to model loading error",
+            "exit status 1: load_",
+        ),
         (1, "ModuleNotFoundError: No module named 'vllm'", "a package is missing: ModuleNotFou"),
         (1, "\x1b[31mOSError: a/b is not a valid model identifier", "a file is missing: OSError"),
         (1, "get https://user:pass@host/x failed", "exit status 1: get https://host/… failed"),

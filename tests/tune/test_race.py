@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,9 @@ FOREVER = 1e9
 
 
 def times(arm: str, index: int, speed: float, load: Load = LOAD) -> BlockTimes:
-    return BlockTimes(arm=arm, load=load, index=index, num_tokens=1000, wall_s=1000.0 / speed)
+    return BlockTimes(
+        arm=arm, load=load, index=index, unit=index, num_tokens=1000, wall_s=1000.0 / speed
+    )
 
 
 def run_race(
@@ -83,6 +86,32 @@ def test_an_arm_that_varies_more_is_judged_by_its_own_blocks():
             race.add(times(arm, index, speed * (swing if arm == "a" else 1 + index / 1000)))
     race.finish_round(FOREVER)
     assert "a" in race.living(LOAD)
+
+
+@pytest.mark.parametrize(("num_starts", "size"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("start_noise", [0.0, 0.05])
+def test_intervals_of_servers_that_run_one_at_a_time_hold_the_truth(num_starts, size, start_noise):
+    """In 94% to 95% of 1000 confirmations; with every block as a unit, 63% to 83% at noise 0.05."""
+    draw, num_held = random.Random(1), 0
+    for _ in range(1000):
+        sides: tuple[list[BlockTimes], ...] = ([], [])
+        for first in range(0, num_starts * size, size):
+            prompts = [draw.gauss(0.0, 0.1) for _ in range(size)]
+            for side, arm, speed in zip(sides, ("a", NONE), (1.3, 1.0), strict=True):
+                start = draw.gauss(0.0, start_noise)
+                for n, prompt in enumerate(prompts):
+                    log_noise = start + prompt + draw.gauss(0.0, 0.03)
+                    block = times(arm, first + n, speed * math.exp(log_noise))
+                    side.append(replace(block, unit=first))
+        found = estimate_speedup(*sides)
+        num_held += found.low < 1.3 < found.high
+    assert num_held >= 930
+
+
+def test_one_start_has_no_interval():
+    blocks = [[replace(times(arm, n, 10.0 + n), unit=0) for n in range(8)] for arm in ("a", NONE)]
+    found = estimate_speedup(*blocks)
+    assert (found.low, found.high) == (0.0, math.inf)
 
 
 # ------------------------------------------------------------------------------------------- rules
@@ -186,6 +215,7 @@ def test_a_load_without_blocks_is_given_up_with_the_time():
     for arm in (NONE, "a", "b"):
         race.add(times(arm, 0, 10.0))
     race.finish_round(-1.0)
+    assert reasons_of(race, BUSY) == {"a": NO_TIME, "b": NO_TIME}
     assert race.plan_round() == [] and race.rank(BUSY)[0].num_blocks == 0
 
 

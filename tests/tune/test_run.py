@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tune.fakes import FAKE, fake_arm, is_running, wait_until
+from tests.tune.fakes import FAKE, LONG_S, fake_arm, is_running, wait_until
 
 from forerun.errors import InvalidRequest
 from forerun.tune.arms import Arm, Load
+from forerun.tune.check import TOO_SHORT, check_text
 from forerun.tune.config import TuneConfig
 from forerun.tune.process import ServerFailed, ServerProcess
 from forerun.tune.report import LoadResult, TuneReport
@@ -110,6 +113,80 @@ def test_one_server_at_a_time_finds_the_same(tmp_path: Path) -> None:
         [result] = run(arms, tmp_path, one_at_a_time=True).loads
     assert result.recommended == "drafts"
     assert len(alive) > 2 and not any(alive)
+
+
+def test_a_confirmation_one_at_a_time_has_starts_in_the_order_abba(tmp_path: Path) -> None:
+    arms = [fake_arm(name="none", options=PLAIN), fake_arm(name="drafts", options=DRAFTS)]
+    [result] = run(arms, tmp_path, one_at_a_time=True).loads
+    finals = [block for block in read_blocks(tmp_path) if block["is_final"]]
+    starts = dict.fromkeys((one["block"]["arm"], one["block"]["unit"]) for one in finals)
+    names = [name for name, _ in starts]
+    assert names[:4] == ["none", "drafts", "drafts", "none"]
+    assert result.num_starts == len(names) / 2 >= 2
+
+
+def read_blocks(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "state.jsonl").read_text().splitlines())
+    return [line for line in lines if line["type"] == "block"]
+
+
+def test_a_second_candidate_is_compared_on_new_prompts_in_turns(tmp_path: Path) -> None:
+    arms = [
+        fake_arm(name="none", options=PLAIN),
+        fake_arm("wrong-text", name="wrong", options=DRAFTS),
+        fake_arm(name="honest", options=("--step-s", "0.01", "--k", "1", "--acceptance", "0.9")),
+    ]
+    [result] = run(arms, tmp_path).loads
+    assert result.recommended == "honest"
+    indices: dict[str, list[int]] = {}
+    for one in read_blocks(tmp_path):
+        if one["is_final"]:
+            indices.setdefault(one["block"]["arm"], []).append(one["block"]["index"])
+    assert not set(indices["wrong"]) & set(indices["honest"])
+    assert indices["none"] == indices["wrong"] + indices["honest"]
+
+
+@pytest.mark.parametrize("arm", [("hang-after=6",), ("hang-after=14",), ()])
+def test_the_minutes_bound_a_run_with_a_server_that_hangs_or_is_slow(arm, tmp_path: Path) -> None:
+    slow = DRAFTS if arm else ("--step-s", "3")  # an event now and then
+    arms = [fake_arm(name="none", options=PLAIN), fake_arm(*arm, name="hanging", options=slow)]
+    began_s = time.monotonic()
+    [result] = run(arms, tmp_path, minutes=0.3).loads
+    assert time.monotonic() - began_s < 1.2 * 18.0 + 15.0  # starts on a busy machine
+    assert result.recommended == "none" and reasons_of(result)["hanging"]
+
+
+def test_an_audit_ends_with_its_time(tmp_path: Path) -> None:
+    arm = fake_arm("hang-after=0")
+    with ServerProcess(arm, tmp_path / "log") as server:
+        server.wait_ready(LONG_S, lambda elapsed_s: None)
+        began_s = time.monotonic()
+        found = check_text(arm, None, TuneConfig(audit_tokens=3000), 1.0, lambda text: None)
+    assert (found.status, found.sentence) == ("cannot_judge", TOO_SHORT)
+    assert time.monotonic() - began_s < 60.0
+
+
+def test_a_prompt_that_is_too_long_is_named_and_left_out(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    texts = [f"tell me about {n}" + " please" * (200 if n in (1, 7) else 0) for n in range(12)]
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    faults = ("longest=1000",)
+    arms = [
+        fake_arm(*faults, name="none", options=PLAIN),
+        fake_arm(*faults, name="drafts", options=DRAFTS),
+    ]
+    report = run(arms, tmp_path / "out", prompts=prompts)
+    assert report.loads[0].recommended == "drafts"
+    second, eighth = report.left_out
+    assert second.startswith(f"{prompts}:2: ") and eighth.startswith(f"{prompts}:8: ")
+    assert "this has 99" in second
+    assert run(arms, tmp_path / "out", prompts=prompts).left_out == report.left_out
+
+
+def test_without_a_prompt_that_the_server_takes_there_is_no_run(tmp_path: Path) -> None:
+    arms = [fake_arm("longest=9", name="none"), fake_arm(name="drafts")]
+    with pytest.raises(InvalidRequest, match="this has 99"):
+        run(arms, tmp_path)
 
 
 def test_a_budget_of_seconds_measures_the_baseline_alone(tmp_path: Path) -> None:

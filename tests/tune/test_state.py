@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import InvalidRequest
+from forerun.record_file import RecordFile
 from forerun.tune.arms import Load
 from forerun.tune.drafting import DraftingCounts
 from forerun.tune.load import LoadBlock
@@ -23,6 +24,7 @@ BLOCK = LoadBlock(
     arm="none",
     load=LOAD,
     index=0,
+    unit=0,
     wall_s=1.5,
     answers=(ANSWER, ANSWER),
     drafting=DraftingCounts(
@@ -106,6 +108,24 @@ def test_a_record_of_wrong_types_is_refused_by_its_line(tmp_path, change):
     match = r"^--out .*state\.jsonl:2 is no record[^\n]*name another folder$"
     with pytest.raises(InvalidRequest, match=match), RunState(tmp_path, SETTINGS):
         pass
+
+
+@pytest.mark.parametrize("name", ["result.json", "page.html", "notes"])
+def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InvalidRequest, match=f"files that tune did not write .'{name}'"):
+        RunState(tmp_path, SETTINGS).__enter__()
+    assert (tmp_path / name).read_text() == "mine"
+    assert not (tmp_path / "state.jsonl").exists()
+
+
+def test_a_full_disk_is_an_error_that_names_the_file():
+    with pytest.raises(OSError, match=r"No space left.*/dev/full"):
+        RecordFile(Path("/dev/full"), BlockRecord).append(RECORDS[0])
+
+
+def test_a_run_is_for_its_owner_alone(tmp_path):
+    assert write(tmp_path / "run").parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_two_runs_on_one_folder_are_refused(tmp_path):

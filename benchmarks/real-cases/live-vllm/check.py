@@ -19,9 +19,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -62,26 +63,29 @@ def fetched(url: str) -> str:
 
 
 @contextmanager
-def server(arguments: argparse.Namespace, log: Path) -> Iterator[str]:
+def server(
+    arguments: argparse.Namespace,
+    log: Path,
+    options: Sequence[str] = ("--max-num-seqs", "4"),
+    more_variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[str]:
     """A running server's address; ended, with all that it started, on the way out."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    speculative = {
-        "method": "draft_model",
-        "model": ModelFiles.find(arguments.draft).folder,
-        "num_speculative_tokens": arguments.k,
-    }
+    speculative = {"num_speculative_tokens": arguments.k}
+    if arguments.draft == "ngram":
+        speculative |= {"method": "ngram", "prompt_lookup_max": 4}
+    else:
+        folder = str(ModelFiles.find(arguments.draft).folder)
+        speculative |= {"method": "draft_model", "model": folder}
     peers = arguments.environments.resolve()
     command = [
         *(str(peers / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", ModelFiles.find(arguments.target).folder, "--served-model-name", "target"),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
-        *("--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager"),
-        *(
-            "--speculative-config",
-            json.dumps({k: str(v) if k == "model" else v for k, v in speculative.items()}),
-        ),
+        *("--max-model-len", "512", "--enforce-eager", *options),
+        *("--speculative-config", json.dumps(speculative)),
     ]
     variables = KINDS["vllm"].variables(peers, arguments.threads)
     del variables["VLLM_ENABLE_V1_MULTIPROCESSING"]  # the server's engine is a process of its own
@@ -90,7 +94,7 @@ def server(arguments: argparse.Namespace, log: Path) -> Iterator[str]:
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **variables},
+            env={**os.environ, **variables, **more_variables},
             start_new_session=True,
         )
         try:

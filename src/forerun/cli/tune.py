@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +17,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from forerun.atomic_write import atomic_write
 from forerun.cli.command import Command, Exit, is_flag
 from forerun.cli.tables import SafeConsole, progress_bar
+from forerun.client.urls import hide_keys
 from forerun.errors import InvalidRequest
 from forerun.terminal_text import printable
 from forerun.tune.arms import Arm, Load
@@ -87,8 +90,6 @@ class TuneOptions:
 def run(options: TuneOptions) -> int:
     """Compare the arms; returns 0 also where no speculation is recommended."""
     from forerun.tune.compare import read_earlier
-    from forerun.tune.process import ServerFailed
-    from forerun.tune.run import Tuner
 
     if bool(options.server) + (options.target is not None) + bool(options.arm) != 1:
         raise InvalidRequest(
@@ -116,6 +117,17 @@ def run(options: TuneOptions) -> int:
         for arm in arms:
             console.print(f"{arm.name}\n  {arm.started_command}", markup=False)
         return Exit.GOOD
+    with raise_on_signals():
+        return run_tuner(arms, config, options, earlier)
+
+
+def run_tuner(
+    arms: Sequence[Arm], config: TuneConfig, options: TuneOptions, earlier: EarlierReport | None
+) -> int:
+    """Run the comparison and write its results, also where it ends early."""
+    from forerun.tune.process import ServerFailed
+    from forerun.tune.run import Tuner
+
     tuner: Tuner | None = None
     try:
         with progress_bar("starting", config.minutes) as report:
@@ -127,7 +139,7 @@ def run(options: TuneOptions) -> int:
                 notify=lambda text: report(text, tuner.minutes if tuner else 0.0),
             )
             result = tuner.run()
-    except (KeyboardInterrupt, ServerFailed):
+    except (KeyboardInterrupt, InvalidRequest, ServerFailed):
         if tuner is not None and tuner.has_blocks:
             write_results(tuner.report(), options, earlier)
             line = f"{options.out} has what is known; the same command goes on where this run ended"
@@ -135,6 +147,20 @@ def run(options: TuneOptions) -> int:
         raise
     write_results(result, options, earlier)
     return Exit.GOOD
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP do in the block what Ctrl-C does, unless they are ignored (nohup)."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    changed = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def write_results(result: TuneReport, options: TuneOptions, earlier: EarlierReport | None) -> None:
@@ -182,12 +208,14 @@ def read_arms(texts: Sequence[str], ports: Iterator[int]) -> Iterator[Arm]:
     for text in texts:
         name, _, value = text.partition("=")
         if not name or not value or not name.isprintable():
-            raise InvalidRequest(f"--arm {text!r:.200} is not NAME=COMMAND or NAME=URL")
+            raise InvalidRequest(f"--arm {hide_keys(text)!r:.200} is not NAME=COMMAND or NAME=URL")
         if is_url(value):
             yield Arm(name=name, url=value, typed=shown_url(value))
             continue
         if "{port}" not in value:
-            raise InvalidRequest(f"--arm {text!r} has no {{port}}, where its port belongs")
+            raise InvalidRequest(
+                f"--arm {hide_keys(text)!r:.200} has no {{port}}, where its port belongs"
+            )
         port = next(ports)
         environment, words = split_command(value.replace("{port}", str(port)))
         yield Arm(

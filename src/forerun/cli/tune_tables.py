@@ -21,6 +21,7 @@ def print_tune(report: TuneReport, changes: Sequence[str] = ()) -> None:
                 table.add_row(*list_cells(report, arm))
         console.print(table, "")
         _print_list(console, "given up:", list_given_up(result))
+    _print_list(console, "prompts left out:", report.left_out)
     console.print(LEGEND, "", sep="\n", markup=False)
     _print_list(console, "since the earlier run:", changes)
     for item in list_advice(report):

@@ -230,7 +230,8 @@ class Connection:
                 self.waits_s.append(wait_s)
                 if self.closing.wait(wait_s):
                     break
-        raise ServerUnavailable(f"{name} gave no response in {config.num_tries} tries: {problem}")
+        tries = f" in {config.num_tries} tries" if config.num_tries > 1 else ""
+        raise ServerUnavailable(f"{name} gave no response{tries}: {problem}")
 
     def _open_reply(self, url: str, body: Mapping[str, object], deadline: Deadline) -> Reply:
         """Post a request and return the successful response before its body is read."""
@@ -254,7 +255,9 @@ class Connection:
         if 200 <= reply.status < 300:
             return
         words = self._quote_start(reply.body(deadline, MAX_BODY_BYTES))
-        problem = f"status {reply.status}: {words}"
+        if 300 <= reply.status < 400:
+            words = "it redirects elsewhere, which is not followed: give that address"
+        problem = f"status {reply.status}" + (f": {words}" if words else "")
         if reply.status >= 500 or reply.status in _BUSY:
             raise _BusyReply(problem, reply.headers.get("retry-after"))
         if reply.status in UNAUTHORIZED:

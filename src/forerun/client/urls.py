@@ -1,14 +1,27 @@
-"""URLs in messages, logs and reports: they can hold a password or the token of a web hook."""
+"""What hides secrets in messages, logs and reports: in URLs, and in the commands of servers."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from forerun.errors import InvalidRequest
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]*", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*:/{1,2})[^\s/]*@", re.IGNORECASE)
+_SHORTEST_SECRET = 3
+"""So short a text may stand anywhere."""
+_QUERY = re.compile(r"(://[^\s?'\"]*\?)[^\s'\"]+")
+_WORD = re.compile(r"""(?:'[^']*'?|"(?:\\.|[^"\\])*"?|\\[^\n]|[^\s'"\\])+""", re.DOTALL)
+"""A word of a command line as it was typed, quotes included."""
+_SECRET = re.compile(
+    r"([\w.-]*[_.-])?(pass|pwd|auth)"
+    r"|[\w.-]*(key|token|secret|passw(or)?d|passphrase|credentials?)|-hft",
+    re.IGNORECASE,
+)
+"""The name of a flag or of a variable that holds a secret."""
 _PAGES = "/metrics /health /version /v1 /models /v1/models".split()
 _PUBLIC = {
     "",
@@ -62,3 +75,38 @@ def hide_credentials(text: str) -> str:
 def hide_urls(text: object) -> str:
     """Return a text in which every URL is as `shown_url` renders it."""
     return _URL.sub(lambda found: shown_url(found.group()), str(text))
+
+
+def hide_keys(command: str) -> str:
+    """Return a command line with "..." for keys, tokens and passwords, those in URLs included.
+
+    An API key may be several words (vLLM), so that all words up to the next flag are hidden.
+    """
+    num_hidden = 0
+
+    def hide(found: re.Match[str]) -> str:
+        nonlocal num_hidden
+        word = re.sub(r"['\"\\]", "", found[0]).strip()
+        name, mark, value = word.partition("=")
+        is_flag = word.startswith("-")
+        if num_hidden and word and not is_flag:
+            num_hidden -= 1
+            return "..."
+        is_secret = _SECRET.fullmatch(name) is not None
+        if word:
+            most = len(command) if name[-7:] in ("api-key", "api_key") else 1
+            num_hidden = most if is_secret and is_flag and not mark else 0
+        if is_secret and value:
+            return f"{name}=..."
+        return _QUERY.sub(r"\1...", hide_credentials(found[0]))
+
+    return _WORD.sub(hide, command)
+
+
+def hide_words(text: str, command: Sequence[str]) -> str:
+    """Return what a program printed without the secrets in the words of its command."""
+    for word, shown in zip(command, shlex.split(hide_keys(shlex.join(command))), strict=True):
+        secret = word if shown == "..." else word.partition("=")[2]
+        if shown.endswith("...") and len(secret) > _SHORTEST_SECRET:
+            text = text.replace(secret, "...")
+    return text

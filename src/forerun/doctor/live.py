@@ -20,9 +20,10 @@ MAX_CHANGES = 3
 
 
 class PageDiagnosis:
-    """Diagnoses the metrics of our own server: call it with the text of its page."""
+    """Diagnoses the metrics of a server that counts as ours does: call it with its page's text."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str = "forerun") -> None:
+        self.engine = engine
         self._samples = deque([Metrics()], maxlen=MAX_DIAGNOSED)
 
     def __call__(self, page: str) -> dict[str, object] | None:
@@ -33,7 +34,7 @@ class PageDiagnosis:
         if not num_new or num_steps < MIN_DIAGNOSED:
             return None
         self._samples.append(metrics)
-        return diagnose_metrics(growth, "forerun", num_steps)
+        return diagnose_metrics(growth, self.engine, num_steps)
 
     def ask(self, page: str, given: Mapping[str, object]) -> dict[str, object]:
         """Return the next question for a person, and the diagnosis with the answers so far.
@@ -44,7 +45,7 @@ class PageDiagnosis:
             InvalidRequest: an answer is none.
         """
         answers = {name: read_answer(name, word) for name, word in given.items()}
-        evidence = collect_evidence(read_page(page).metrics, "forerun")
+        evidence = collect_evidence(read_page(page).metrics, self.engine)
         number, question = next_question(evidence, answers)
         return {
             "num_asked": number,

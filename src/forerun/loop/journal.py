@@ -97,7 +97,7 @@ class Journal:
     def __enter__(self) -> Journal:
         """Take the folder and read it; raises InvalidRequest if another loop has it."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = lock_run_folder(self.folder, "loop")
             self.records = self._file.read()
         except (OSError, UnreadableInput) as error:

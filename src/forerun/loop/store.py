@@ -84,7 +84,7 @@ class TrafficStore:
         import pyarrow  # noqa: F401 (missing here, and not in the thread)
 
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = lock_run_folder(self.folder, "serve --collect")
             for scratch in self.folder.glob(f"*{UNFINISHED}"):
                 remove(scratch)

@@ -34,7 +34,8 @@ from forerun.server.errors import (
     status_of,
 )
 from forerun.server.guard import ApiKey, protect
-from forerun.server.live import Diagnose, LiveView, page_router
+from forerun.server.live import LiveView
+from forerun.server.live_page import Diagnose, page_router
 from forerun.server.metrics import CONTENT_TYPE, ServerMetrics
 from forerun.server.protocol import (
     AnswersRequest,

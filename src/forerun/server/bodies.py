@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from forerun.errors import InvalidRequest
+from forerun.server.errors import InvalidBody
 from forerun.server.protocol import Body
 from forerun.server.request_log import CLIENT_LEFT
 
@@ -54,14 +54,6 @@ class PacedExecutor(ThreadPoolExecutor):
         running = super().submit(run)
         super().submit(lambda: time.sleep(took_s))
         return running
-
-
-class InvalidBody(InvalidRequest):
-    """A body does not have the declared form; `param` is the first field that is wrong."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 async def read_body(

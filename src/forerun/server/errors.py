@@ -19,13 +19,20 @@ from forerun.errors import (
     QueueFull,
     UnreadableInput,
 )
-from forerun.server.bodies import InvalidBody
 
 logger = logging.getLogger("forerun.server")
 
 MAX_CHARACTERS = 2000
 """Most characters of a message, which may quote a request."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class InvalidBody(InvalidRequest):
+    """A body does not have the declared form; `param` is the first field that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ModelNotServed(InvalidRequest):

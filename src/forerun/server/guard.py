@@ -244,13 +244,20 @@ class Guard:
 
     The key of the request is in `request.state.key`. The application may put "figures" for the line
     of the log into the state, and "has_left" where the client disconnected. `count` gets the status
-    of every response.
+    of every response. `root` is the path below which the application is mounted in another one.
     """
 
     def __init__(
-        self, app: ASGIApp, *, config: ServerConfig, keyring: Keyring, count: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        *,
+        config: ServerConfig,
+        keyring: Keyring,
+        count: Callable[[int], None],
+        root: str = "",
     ) -> None:
         self.app = app
+        self.root = root.encode()
         self.count = count
         self.config = config
         self.keyring = keyring
@@ -315,7 +322,7 @@ class Guard:
                 421,
             )
         path = scope.get("raw_path") or quote(scope["path"]).encode()
-        if key is None and (scope["method"], path) not in OPEN:
+        if key is None and (scope["method"], path.removeprefix(self.root)) not in OPEN:
             return error_response(
                 "a valid API key is needed, as in Authorization: Bearer KEY",
                 401,

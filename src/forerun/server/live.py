@@ -1,47 +1,35 @@
-"""The live page: its routes and files, and an observer of the engine with little cost per step.
+"""What the live page shows of our own engine: an observer with little cost per step.
 
 On the engine's thread a step is only put into a bounded queue. Figures, texts and the diagnosis are
 made from it by the thread that reads a snapshot, so it costs nothing more while no page is open.
-
-A snapshot is what the page reads as JSON. Its durations are in seconds and its rates per second. An
-age is counted back from the moment of the snapshot, so that a reader needs no clock in common with
-the server. A figure that was not measured is null; it is never zero instead.
-
-Nothing is loaded from other hosts, and the content policy allows no inline script, so that text of
-a prompt or a model stays text even if the page had a defect.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from importlib.resources import files
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
-import msgspec
-import numpy as np
-from fastapi import APIRouter
 from prometheus_client.core import GaugeMetricFamily, Metric
-from starlette.responses import Response
 
 import forerun
 from forerun.engine.observing import ObservedStep
 from forerun.engine.sequence import Sequence
 from forerun.models.tokenizers import Detokenizer, Tokenizer
-from forerun.server.live_figures import RECENT_S, WINDOW_S, LiveFigures
+from forerun.server.live_page import (
+    Diagnose,
+    Json,
+    LivePage,
+    describe_speedup,
+)
 from forerun.server.metrics import LABELS, ServerMetrics
 from forerun.theory.acceptance import AcceptanceCounts
-from forerun.theory.figures import DURATIONS, PlainComparison, Seconds
 from forerun.theory.record import StepRecord
+from forerun.trace.change_points import Incident
 
 MAX_QUEUED_STEPS = 8192
 """Steps that wait for a reader; without one the oldest are dropped."""
-MAX_AGE_S = 0.5
-"""Seconds for which a snapshot is reused for all open pages."""
-DIAGNOSIS_INTERVAL_S = 15.0
 MAX_REQUESTS = 12
 MAX_PROMPT_TOKENS = 60
 """Tokens at the end of a prompt that are shown."""
@@ -55,35 +43,6 @@ MAX_FIRST_TOKENS = 500
 """Latest requests over which times to the first token are summed up."""
 MAX_CHARACTERS = 4000
 """Most characters of an output that are shown; a longer output is cut at its beginning."""
-
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-SECURITY = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-
-Json = dict[str, Any]
-
-
-@runtime_checkable
-class Diagnose(Protocol):
-    """Makes diagnoses of the server's page of metrics."""
-
-    def __call__(self, page: str) -> Json | None:
-        """Return the diagnosis of what was counted lately; None where there is nothing new."""
-
-    def ask(self, page: str, given: Mapping[str, object]) -> Json:
-        """Return what to ask a person next, and the diagnosis with the answers so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +75,7 @@ class WatchedRequest:
             self.num_characters -= len(self.pieces.popleft()["text"])
 
 
-class LiveView:
+class LiveView(LivePage):
     """A step observer that provides the snapshots shown on the live page.
 
     Other threads read only the counts of the engine. The counts and the diagnosis of the page are
@@ -134,23 +93,14 @@ class LiveView:
         diagnose: Diagnose | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(diagnose, clock)
         self.engine = metrics.engine
         self.metrics = metrics
         self.shows_texts = shows_texts
-        self._diagnose = diagnose
-        self.clock = clock
-        self.figures = LiveFigures()
-        self._started_s = clock()
         self._queue: deque[tuple[StepRecord, ...]] = deque(maxlen=MAX_QUEUED_STEPS)
         self._watched: dict[str, WatchedRequest] = {}
         self._first_tokens: deque[tuple[float, int, int]] = deque(maxlen=MAX_FIRST_TOKENS)
-        self._prefilled: deque[tuple[float, int]] = deque()
         self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
-        self._reading = threading.RLock()
-        self._diagnosing = threading.Lock()
-        self._diagnosis: Json | None = None
-        self._diagnosed_s = -DIAGNOSIS_INTERVAL_S
-        self._encoded, self._encoded_s = b"", -MAX_AGE_S
         metrics.registry.register(self)
 
     # ------------------------------------------------------------------ on the engine's own thread
@@ -180,29 +130,10 @@ class LiveView:
 
     # -------------------------------------------------------------------------------- on any thread
 
-    def encoded(self) -> bytes:
-        """Return a snapshot as JSON, at most one per `MAX_AGE_S` however many pages are open."""
-        with self._reading:
-            now_s = self.clock()
-            if not self._encoded or now_s - self._encoded_s >= MAX_AGE_S:
-                self._encoded, self._encoded_s = msgspec.json.encode(self.snapshot()), now_s
-            return self._encoded
-
-    def snapshot(self) -> Json:
-        """Return what the page shows now; any thread but the engine's may call this."""
-        with self._reading:
-            self._drain()
-            return self._describe(self.clock())
-
-    def _describe(self, now_s: float) -> Json:
-        figures, totals = self.figures, self.metrics.totals
-        counts = figures.counts
-        pairs = zip(counts.drafted_per_position, counts.accepted_per_position, strict=True)
-        compared = figures.compare()
-        changes = [*totals.changes.copy()]
+    def describe_engine(self, now_s: float) -> Json:
+        """Return the setup, totals, load and latest requests of the engine."""
+        totals = self.metrics.totals
         return {
-            "uptime_s": now_s - self._started_s,
-            "window_s": float(min(WINDOW_S, len(figures.groups))),
             "setup": self._describe_setup(),
             "totals": {
                 "num_steps": totals.num_cycles,
@@ -211,28 +142,20 @@ class LiveView:
                 "num_emitted": totals.num_emitted,
             },
             "load": self._describe_load(),
-            "tokens_per_s": figures.tokens_per_s(now_s),
-            "speedup": _describe_speedup(compared),
-            "acceptance_length": counts.acceptance_length,
-            "positions": [
-                {"position": position, "num_drafted": drafted, "num_accepted": accepted}
-                for position, (drafted, accepted) in enumerate(pairs, start=1)
-            ],
-            "token_times": _divide_times(compared.seconds),
             "latency": self._describe_latency(now_s),
-            "history": figures.points(now_s),
             "requests": [
                 self._describe_request(found, now_s) for found in list(self._watched.values())[::-1]
             ],
             "shows_texts": self.shows_texts,
-            "diagnosis": self._diagnosis,
-            "diagnosis_age_s": None if self._diagnosis is None else now_s - self._diagnosed_s,
-            "last_change": changes[-1].words if changes else None,
-            "last_change_age_s": time.time() - changes[-1].noticed_s if changes else None,
         }
 
-    def _drain(self) -> None:
-        """Count the steps that were queued since the last call."""
+    def read_metrics(self) -> str:
+        return self.metrics.text().decode()
+
+    def read_changes(self) -> Iterable[Incident]:
+        return self.metrics.totals.changes.copy()
+
+    def drain(self) -> None:
         for _ in range(MAX_QUEUED_STEPS):
             try:
                 records = self._queue.popleft()
@@ -243,9 +166,9 @@ class LiveView:
     def collect(self) -> Iterator[Metric]:
         """Yield the speedup that the page states, for `/metrics`; no value before it is known."""
         with self._reading:
-            self._drain()
+            self.drain()
             compared = self.figures.compare()
-        found = _describe_speedup(compared) or {}
+        found = describe_speedup(compared) or {}
         for name, text, value in (
             ("forerun:speedup", "Rate of the latest decode steps over plain ones", "estimate"),
             ("forerun:speedup_low", "Lower end of its 95% interval", "low"),
@@ -279,20 +202,10 @@ class LiveView:
         }
 
     def _describe_latency(self, now_s: float) -> Json:
-        firsts = list(self._first_tokens.copy())
-        num_prompt = sum(prompt for _, prompt, _ in firsts)
-        num_cached = sum(cached for _, _, cached in firsts)
-        totals, fed = self.metrics.totals, self._prefilled
-        fed.append((now_s, totals.num_prefill_rows))
-        while len(fed) > 2 and fed[1][0] <= now_s - RECENT_S:
-            fed.popleft()
-        (since_s, before), (_, now) = fed[0], fed[-1]
-        return {
-            "ttft": _compute_quantiles([ttft_s for ttft_s, _, _ in firsts]),
-            "prefix_hit_share": num_cached / num_prompt if num_prompt else None,
-            "gap": _compute_quantiles(list(totals.recent_gaps.copy())),
-            "prompt_tokens_per_s": (now - before) / (now_s - since_s) if now_s > since_s else None,
-        }
+        times, prompts, cached = zip((0.0, 0, 0), *self._first_tokens.copy(), strict=True)
+        totals, prefix = self.metrics.totals, (sum(cached), sum(prompts))
+        gaps = totals.recent_gaps.copy()
+        return self.describe_latency(now_s, times[1:], gaps, prefix, totals.num_prefill_rows)
 
     def _describe_request(self, found: WatchedRequest, now_s: float) -> Json:
         sequence = found.sequence
@@ -338,53 +251,6 @@ class LiveView:
         if self.shows_texts and text:
             self._messages.extend((request_id, text[:MAX_HEAD]) for request_id in request_ids)
 
-    def diagnose(self) -> None:
-        """Diagnose the latest metrics, if there are new steps and the last diagnosis is old enough.
-
-        It takes some ten milliseconds; call it on a thread on which the engine does not wait.
-        """
-        if self._diagnose is None or not self._diagnosing.acquire(blocking=False):
-            return
-        try:
-            now_s = self.clock()
-            if now_s - self._diagnosed_s < DIAGNOSIS_INTERVAL_S:
-                return
-            found = self._diagnose(self.metrics.text().decode())
-            if found is not None:
-                self._diagnosed_s = now_s
-                self._diagnosis = found
-        finally:
-            self._diagnosing.release()
-
-    def ask(self, answers: Mapping[str, object]) -> bytes:
-        """Return the next question about this server and what follows from the answers, as JSON.
-
-        It takes up to a second; call it on a thread on which nothing waits.
-        """
-        assert self._diagnose is not None
-        return msgspec.json.encode(self._diagnose.ask(self.metrics.text().decode(), answers))
-
-
-def _compute_quantiles(values: list[float]) -> Json | None:
-    if not values:
-        return None
-    p50, p95 = np.quantile(values, (0.5, 0.95)).tolist()
-    return {"p50": p50, "p95": p95, "num": len(values)}
-
-
-def _describe_speedup(compared: PlainComparison) -> Json | None:
-    if compared.speedup is None:
-        return None
-    shown = {name: getattr(compared, name) for name in ("plain_token_s", "share_compared")}
-    return asdict(compared.speedup) | shown
-
-
-def _divide_times(times: Seconds) -> Json | None:
-    """Return the time per token of steps by its parts; None without a step."""
-    if not times.num_tokens:
-        return None
-    return {name: getattr(times, name) / times.num_tokens for name in DURATIONS}
-
 
 def _measure_ttft(sequence: Sequence) -> float | None:
     first_s = sequence.first_token_at_s
@@ -398,32 +264,3 @@ def rate_of(sequence: Sequence, now_s: float) -> float | None:
         return None
     end_s = now_s if sequence.finished_at_s is None else sequence.finished_at_s
     return (sequence.num_output - 1) / (end_s - first_s) if end_s > first_s else None
-
-
-def page_router(view: LiveView) -> APIRouter:
-    """Return the routes `/`, `/page/...` and `/live`."""
-    router = APIRouter()
-    folder = files("forerun.server") / "page"
-    contents = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-
-    @router.get("/")
-    async def index() -> Response:
-        return await file("index.html")
-
-    @router.get("/page/{name}")
-    async def file(name: str) -> Response:
-        media_type = MEDIA_TYPES.get("." + name.rpartition(".")[2])
-        if name not in contents or media_type is None:
-            return Response("no such file", status_code=404)
-        return Response(contents[name], media_type=media_type, headers=SECURITY)
-
-    @router.get("/live")
-    def live() -> Response:
-        view.diagnose()  # at once: the one before may be of long ago
-        return Response(
-            view.encoded(),
-            media_type="application/json",
-            headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"},
-        )
-
-    return router

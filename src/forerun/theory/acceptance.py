@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
 from forerun.theory.record import StepRecord
@@ -33,6 +33,20 @@ class AcceptanceCounts:
         counts = cls()
         for record in records:
             counts.add(record.depth_drafted, record.num_accepted, num_drafted=record.num_drafted)
+        return counts
+
+    @classmethod
+    def from_positions(cls, drafted: Sequence[int], accepted: Sequence[int]) -> AcceptanceCounts:
+        """Return the counts of chains of which only totals by position are known, with these.
+
+        Which chain was accepted how far is not in the totals: the deepest ones count as accepted
+        furthest. tau, beta and every total are the same whichever it was; `survival` is not.
+        """
+        ends = sorted({0, *drafted, *accepted})
+        counts = cls(sum(drafted))
+        for start, end in pairwise(ends):
+            depth, reached = (sum(n > start for n in totals) for totals in (drafted, accepted))
+            counts.steps[depth, reached] += end - start
         return counts
 
     def add(self, depth_drafted: int, num_accepted: int, *, num_drafted: int | None = None) -> None:

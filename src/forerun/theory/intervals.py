@@ -125,12 +125,33 @@ def bootstrap_mean(
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """Return a quantile of Student's t (Cornish-Fisher), slightly low below four degrees."""
+    """Return a quantile of Student's t (Cornish-Fisher), slightly low at two and three degrees."""
+    if freedom == 1:
+        return math.tan(math.pi * (probability - 0.5))
     z = _find_normal_quantile(probability)
     first = (z**3 + z) / (4.0 * freedom)
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * freedom**2)
     third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / (384.0 * freedom**3)
     return z + first + second + third
+
+
+def estimate_geometric_mean(logs: Sequence[float]) -> Interval:
+    """Return the geometric mean and its 95% interval, by Student's t on independent logarithms.
+
+    A single one has the interval from 0 to infinity.
+    """
+    if len(logs) == 1:
+        return Interval(estimate=math.exp(logs[0]), low=0.0, high=math.inf)
+    mean = math.fsum(logs) / len(logs)
+    variance = math.fsum((value - mean) ** 2 for value in logs) / (len(logs) - 1)
+    reach = student_quantile(0.975, len(logs) - 1) * math.sqrt(variance / len(logs))
+    return widen_log(mean, reach)
+
+
+def widen_log(centre: float, reach: float) -> Interval:
+    """Return the interval of a quantity whose logarithm reaches so far to both sides."""
+    low, estimate, high = (math.exp(centre + step) for step in (-reach, 0.0, reach))
+    return Interval(estimate=estimate, low=low, high=high)
 
 
 def student_tail(t: float, freedom: float) -> float:

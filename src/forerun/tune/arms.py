@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from forerun.client.urls import shown_url
+from forerun.client.urls import hide_keys, shown_url
 from forerun.errors import InvalidRequest
 
 NONE = "none"
 """Method and name of the arm that decodes without speculation."""
-
-_SECRET = re.compile(
-    r"""('?)(--?[\w-]*(?:key|token|secret|password)|-hft|\b\w*(?:KEY|TOKEN|SECRET|PASSWORD))"""
-    r"""(=|\s+(?:\\\s+)?)((?<=')[^']*|'[^']*'|"[^"]*"|[^\s']+)"""
-)
-"""A flag or an environment variable with a secret, and its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +64,6 @@ class ServerCommand:
     address: tuple[str, ...] = ()
 
 
-def hide_keys(command: str) -> str:
-    """Return a command line with "..." for the values of API keys and tokens in it."""
-    return _SECRET.sub(r"\1\2\3...", command)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """One server that is measured: one that tune starts, or one that runs already.
@@ -97,10 +85,14 @@ class Arm:
     typed: str = ""
 
     @property
+    def words(self) -> list[str]:
+        """Return variables and words of the command that tune starts, secrets included."""
+        return [*(f"{name}={value}" for name, value in self.environment.items()), *self.command]
+
+    @property
     def started_command(self) -> str:
         """Return the command that tune starts, as one would type it, or else the URL."""
-        words = [f"{name}={value}" for name, value in self.environment.items()]
-        return hide_keys(shlex.join([*words, *self.command])) or shown_url(self.url)
+        return hide_keys(shlex.join(self.words)) or shown_url(self.url)
 
     @property
     def shown_command(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from forerun.doctor.audit.config import AuditConfig
@@ -12,6 +11,7 @@ from forerun.doctor.audit.prepare import AuditSource, prepare_audit
 from forerun.doctor.audit.verdict import judge
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.tune.arms import Arm
+from forerun.tune.config import TuneConfig
 from forerun.tune.fleet import Notify
 
 Status = Literal["no_deviation", "deviates", "cannot_judge", "not_audited"]
@@ -36,50 +36,45 @@ class ExactnessCheck:
     has_alarm: bool = False
 
 
+TOO_SHORT = "the time for the audit was over: give more --minutes"
 _LEAST_CLIENTS, _MOST_CLIENTS = 8, 64
 """Requests at once in an audit, where some are sent together."""
-
-
-def check_tokens(num_tokens: int) -> None:
-    """Raise InvalidRequest where so many output tokens can never suffice for a verdict."""
-    try:
-        AuditConfig(max_tokens=num_tokens).check_enough()
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error).replace("--tokens", "--audit-tokens")) from error
 
 
 def check_text(
     arm: Arm,
     baseline: Arm | None,
-    num_tokens: int,
-    *,
-    num_clients: int,
-    prompts: Path | None,
+    config: TuneConfig,
+    max_seconds: float,
     notify: Notify,
 ) -> ExactnessCheck:
-    """Audit a server beside one that decodes plainly, with at most so many output tokens.
+    """Audit a server beside one that decodes plainly, with at most the tokens of the settings.
 
     Args:
         baseline: a running server of the same model without speculation; None compares with what
             the server itself says of its text.
     """
+    num_tokens, num_clients = config.audit_tokens, max(load.clients for load in config.loads)
     reference = None if baseline is None else baseline.url
-    source = AuditSource(url=arm.url, reference=reference, prompts=prompts)
-    config = AuditConfig(
-        max_tokens=num_tokens, num_clients=min(_MOST_CLIENTS, max(_LEAST_CLIENTS, num_clients))
+    source = AuditSource(url=arm.url, reference=reference, prompts=config.prompts)
+    limits = AuditConfig(
+        max_tokens=num_tokens,
+        max_seconds=max_seconds,
+        num_clients=min(_MOST_CLIENTS, max(_LEAST_CLIENTS, num_clients)),
     )
     try:
         with ExitStack() as stack:
-            audit = prepare_audit(source, config, stack)
+            audit = prepare_audit(source, limits, stack)
             audit.run(
                 lambda what, done: notify(f"{arm.name}: audit, {done:.0f} of {num_tokens} tokens")
             )
             verdict = judge(audit)
     except (InvalidRequest, ServerUnavailable) as error:
         return ExactnessCheck(status="cannot_judge", sentence=str(error))
+    is_late = verdict.status == "cannot_judge" and audit.progress.elapsed_s >= max_seconds
     return ExactnessCheck(
         status=verdict.status,
-        sentence=verdict.sentence,
+        sentence=TOO_SHORT if is_late else verdict.sentence.replace("--tokens", "--audit-tokens"),
         num_tokens=audit.progress.spent.num_tokens,
         bound=verdict.bound,
         has_alarm=audit.progress.alarm_tokens is not None,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from types import MappingProxyType
 
+from forerun.client.urls import hide_keys
 from forerun.errors import InvalidRequest, Range
 from forerun.tune.arms import Arm, ServerCommand, Speculation
 from forerun.tune.engines.base import EngineDialect
@@ -44,8 +45,9 @@ def parse_command(text: str) -> ServerCommand:
         if command := dialect.read(words):
             return replace(command, environment=MappingProxyType(environment))
     raise InvalidRequest(
-        f"{shlex.join(words)!r:.80} starts no server that tune knows (vllm serve, llama-server, "
-        "sglang.launch_server, forerun serve): give each setting's command with --arm NAME=COMMAND"
+        f"{hide_keys(shlex.join(words))!r:.80} starts no server that tune knows (vllm serve, "
+        "llama-server, sglang.launch_server, forerun serve): give the command of each setting with "
+        "--arm NAME=COMMAND"
     )
 
 
@@ -121,7 +123,7 @@ def _split_words(text: str) -> list[str]:
         reader.whitespace_split, reader.commenters = True, ""
         return list(reader)
     except ValueError as error:
-        raise InvalidRequest(f"the command cannot be read: {error}: {text:.80}") from error
+        raise InvalidRequest(f"the command cannot be read: {error}") from error
 
 
 def _check_words(words: Sequence[str], environment: Mapping[str, str]) -> None:

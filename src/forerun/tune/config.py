@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from forerun.doctor.audit.config import AuditConfig
 from forerun.errors import Range, check_ranges
 from forerun.tune.arms import Load
 
@@ -24,19 +25,18 @@ class TuneConfig:
     Attributes:
         loads: each has a fastest setting of its own.
         max_tokens: longest answer of a measured request.
-        minutes: after so long, servers' starts included, the arms that are left are ranked by what
-            is known of them.
+        minutes: of the run, servers' starts, confirmation and audit included.
         audit_tokens: output tokens of the audit of every setting that would be recommended; 0
             recommends without one, and says so.
         one_at_a_time: whether at most one server runs; None decides by the memory of the first.
         ready_s: seconds after which a server that answers nothing is given up.
-        hang_s: seconds without an event after which a server counts as hung.
+        hang_s: seconds without an event after which a server counts as hung, or fewer by the time.
         prompts: file or folder of prompts; None takes the shipped ones.
         acceptance_length: tokens per step that drafts have by chance; None: as they are accepted.
             With it texts are wrong, and nothing is recommended.
 
     Raises:
-        InvalidRequest: a value is out of range; the message names it.
+        InvalidRequest: a value is out of range, or the tokens of the audit can never suffice.
     """
 
     loads: tuple[Load, ...] = (Load(),)
@@ -51,5 +51,7 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, *RANGES)
+        if self.audit_tokens:
+            AuditConfig(max_tokens=self.audit_tokens).check_enough("--audit-tokens")
         if self.acceptance_length is not None:
             Range("acceptance_length", 1, 100).check(self.acceptance_length)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
 from pathlib import Path
 
 from forerun.errors import InvalidRequest
@@ -31,8 +31,16 @@ LEAST_PROMPTS = 4
 """Of so many prompts one is kept for the final measurement."""
 
 
-def list_prompts(path: Path | None, *, is_chat: bool) -> list[Prompt]:
-    """Return prompts of a file or folder, or the shipped ones.
+class RefusedPrompt(InvalidRequest):
+    """A server refuses a request; `place` is that of its prompt in the block."""
+
+    def __init__(self, reason: str, place: int) -> None:
+        super().__init__(reason)
+        self.place = place
+
+
+def list_prompts(path: Path | None, *, is_chat: bool) -> dict[str, Prompt]:
+    """Return prompts of a file or folder, or the shipped ones, by where they are.
 
     Args:
         is_chat: whether texts are sent as messages of a user. Without it a conversation is refused.
@@ -42,18 +50,19 @@ def list_prompts(path: Path | None, *, is_chat: bool) -> list[Prompt]:
     """
     if path is None:
         shipped = chat_prompts() if is_chat else held_out_prompts()
-        texts = neighbours_apart([prompt.text for prompt in shipped])
-        entries = [PromptEntry(where="shipped", text=text) for text in texts]
+        entries = [PromptEntry(where=p.name, text=p.text) for p in neighbours_apart(shipped)]
     else:
         entries = read_prompts(path)
-    prompts = [_build_prompt(entry, is_chat) for entry in entries]
-    distinct = list({json.dumps(prompt): prompt for prompt in prompts}.values())
+    distinct: dict[str, tuple[str, Prompt]] = {}
+    for entry in entries:
+        prompt = _build_prompt(entry, is_chat)
+        distinct.setdefault(json.dumps(prompt), (entry.where, prompt))
     if len(distinct) < LEAST_PROMPTS:
         raise InvalidRequest(
             f"--prompts {path} has {len(distinct)} different prompts; {LEAST_PROMPTS} are needed, "
             "one of which confirms the choice"
         )
-    return distinct
+    return dict(distinct.values())
 
 
 def _build_prompt(entry: PromptEntry, is_chat: bool) -> Prompt:
@@ -73,35 +82,57 @@ class PromptDeck:
     interrupted run that asks for its blocks in the order of their records has the same ones.
 
     Args:
-        prompts: at least four; every fourth is kept for the final measurement.
+        prompts: at least four, by name; every fourth is kept for the final measurement.
         run: number in the first lines, different from run to run.
         marks_all: whether even new prompts have a first line, because the servers ran before.
+        left_out: names of prompts that are not dealt, because servers refuse them.
+
+    Raises:
+        InvalidRequest: no prompt is left.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], run: int, *, marks_all: bool = False) -> None:
-        self._final = tuple(prompts[LEAST_PROMPTS - 1 :: LEAST_PROMPTS])
-        self._choosing = tuple(p for n, p in enumerate(prompts, 1) if n % LEAST_PROMPTS)
-        self._run, self._marks_all = run, marks_all
-        self._dealt: dict[tuple[Load, int, bool], list[Prompt]] = {}
-        self._places = {False: count(), True: count()}
+    def __init__(
+        self,
+        prompts: Mapping[str, Prompt],
+        run: int,
+        *,
+        marks_all: bool = False,
+        left_out: Collection[str] = (),
+    ) -> None:
+        self._names: dict[bool, list[str]] = {False: [], True: []}
+        for number, name in enumerate(prompts, start=1):
+            if name not in left_out:
+                self._names[number % LEAST_PROMPTS == 0].append(name)
+        if not all(self._names.values()):
+            raise InvalidRequest("the server takes no prompt of those that choose or confirm")
+        self._prompts, self._run, self._marks_all = prompts, run, marks_all
+        self._dealt: dict[tuple[Load, int, bool], list[tuple[str, Prompt]]] = {}
+        self._places = {False: 0, True: 0}
 
     def deal(self, load: Load, index: int, number: int, *, is_final: bool = False) -> list[Prompt]:
         """Return the prompts of a block, those that chose nothing for a final one."""
         key = load, index, is_final
         if key not in self._dealt:
-            prompts = self._final if is_final else self._choosing
-            places = islice(self._places[is_final], number)
-            self._dealt[key] = [self._pick(prompts, place, is_final) for place in places]
-        return self._dealt[key]
+            first = self._places[is_final]
+            self._places[is_final] += number
+            self._dealt[key] = [self._pick(n, is_final) for n in range(first, first + number)]
+        return [prompt for _, prompt in self._dealt[key]]
+
+    def find_name(self, load: Load, index: int, place: int, is_final: bool) -> str:
+        """Return the name of a prompt by its place in a block."""
+        return self._dealt[load, index, is_final][place][0]
 
     def deal_warm_up(self, number: int) -> list[Prompt]:
-        """Return prompts for a server that has just started: one that is measured last."""
-        return [mark_prompt(self._choosing[-1], f"{self._run:x}-w{n}") for n in range(number)]
+        """Return prompts for a server that has just started: a short one, with other marks."""
+        shortest = min((self._prompts[n] for n in self._names[False]), key=lambda p: len(str(p)))
+        return [mark_prompt(shortest, f"{self._run:x}-w{n}") for n in range(number)]
 
-    def _pick(self, prompts: Sequence[Prompt], place: int, is_final: bool) -> Prompt:
-        prompt = prompts[place % len(prompts)]
-        is_new = place < len(prompts) and not self._marks_all
-        return prompt if is_new else mark_prompt(prompt, f"{self._run:x}-{place}{is_final:d}")
+    def _pick(self, place: int, is_final: bool) -> tuple[str, Prompt]:
+        names = self._names[is_final]
+        name = names[place % len(names)]
+        if place < len(names) and not self._marks_all:
+            return name, self._prompts[name]
+        return name, mark_prompt(self._prompts[name], f"{self._run:x}-{place}{is_final:d}")
 
 
 def mark_prompt(prompt: Prompt, mark: str) -> Prompt:
@@ -118,6 +149,8 @@ class LoadBlock:
 
     Attributes:
         index: number of the block at its load; blocks of several arms with one index are paired.
+        unit: index of the first block of the same start of the server where servers run one at a
+            time, else of this one; blocks of one unit are not independent.
         answers: in the order of the prompts.
         drafting: counts of the engine; None where it reports none.
     """
@@ -125,6 +158,7 @@ class LoadBlock:
     arm: str
     load: Load
     index: int
+    unit: int
     wall_s: float
     answers: tuple[TimedAnswer, ...]
     drafting: DraftingCounts | None = None
@@ -141,6 +175,7 @@ class LoadBlock:
             arm=self.arm,
             load=self.load,
             index=self.index,
+            unit=self.unit,
             num_tokens=self.num_tokens,
             wall_s=self.wall_s,
         )
@@ -179,18 +214,24 @@ def measure_load(
     After an error other requests may still run: closing the server ends them.
 
     Raises:
-        InvalidRequest: the server refuses a request, or no answer has two tokens.
+        RefusedPrompt: the server refuses a request.
+        InvalidRequest: no answer has two tokens.
         ServerUnavailable: the server fails, hangs, breaks off an answer or sends no token.
     """
     params = replace(params, temperature=load.temperature)
+    answers = list[TimedAnswer]()
     executor = ThreadPoolExecutor(load.clients)
     start_s = time.perf_counter()
     try:
-        answers = tuple(executor.map(lambda prompt: server.ask(prompt, params), prompts))
+        answers.extend(executor.map(lambda prompt: server.ask(prompt, params), prompts))
         wall_s = time.perf_counter() - start_s
+    except InvalidRequest as error:
+        raise RefusedPrompt(str(error), len(answers)) from error
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
-    block = LoadBlock(arm=arm, load=load, index=index, wall_s=wall_s, answers=answers)
+    block = LoadBlock(
+        arm=arm, load=load, index=index, unit=index, wall_s=wall_s, answers=(*answers,)
+    )
     if not block.tpot_s:
         raise InvalidRequest(
             f"none of {len(prompts)} answers of {arm} has two tokens, so there is no time per "
@@ -223,53 +264,44 @@ LOAD_FIGURES: Mapping[str, tuple[Callable[[LoadBlock], Samples], Combined]] = {
 """Figures by name: what is taken of a block, and how blocks are combined."""
 
 
-def compute_figures(
-    blocks: Sequence[LoadBlock], other: Sequence[LoadBlock] | None = None
-) -> dict[str, Interval]:
-    """Return all figures of an arm, or their ratios to those of another arm.
+def compute_figures(blocks: Sequence[LoadBlock]) -> dict[str, Interval]:
+    """Return all figures of an arm.
 
-    Intervals are by bootstrap over the blocks, for a ratio over those that both have, paired by
-    index; with a single block an interval reaches from 0 to infinity.
+    Intervals are by bootstrap over the units; with a single one they reach from 0 to infinity.
 
     Raises:
-        ValueError: there is no block, or none that both have.
+        ValueError: there is no block.
     """
-    pairs = _match_blocks(blocks, blocks if other is None else other)
-    if not pairs:
+    if not blocks:
         raise ValueError("there are no blocks to take figures of")
-    found = {}
+    units, found = defaultdict[int, list[LoadBlock]](list), {}
+    for block in blocks:
+        units[block.unit].append(block)
     for name, (taken, combined) in LOAD_FIGURES.items():
-        sides = [[taken(block) for block in side] for side in zip(*pairs, strict=True)]
-        statistic = partial(_compute_resample, combined, sides[: 1 if other is None else 2])
-        if len(pairs) == 1:
+        samples = [[taken(block) for block in unit] for unit in units.values()]
+        statistic = partial(_compute_resample, combined, samples)
+        if len(units) == 1:
             found[name] = Interval(estimate=statistic([range(1)]), low=0.0, high=math.inf)
         else:
-            found[name] = bootstrap(statistic, [len(pairs)], seed=0, num_resamples=1000)
+            found[name] = bootstrap(statistic, [len(units)], seed=0, num_resamples=1000)
     return found
 
 
-def _match_blocks(
-    blocks: Sequence[LoadBlock], other: Sequence[LoadBlock]
-) -> list[tuple[LoadBlock, LoadBlock]]:
-    """Return the blocks of one load of two arms that have the same index, in its order."""
-    first, second = ({block.index: block for block in each} for each in (blocks, other))
-    return [(first[index], second[index]) for index in sorted(first.keys() & second.keys())]
-
-
 def _compute_resample(
-    combined: Combined, sides: Sequence[Sequence[Samples]], groups: Sequence[Sequence[int]]
+    combined: Combined, samples: Sequence[Sequence[Samples]], groups: Sequence[Sequence[int]]
 ) -> float:
-    value, *below = (combined([side[n] for n in groups[0]]) for side in sides)
-    return value / below[0] if below else value
+    return combined([block for unit in groups[0] for block in samples[unit]])
 
 
 def compare_texts(
     blocks: Sequence[LoadBlock], other: Sequence[LoadBlock]
 ) -> tuple[int, Interval | None]:
     """Return how many texts of two arms were compared, and the share that is equal."""
+    paired = {block.index: block for block in other}
     equal = [
         one.digest == two.digest
-        for block, paired in _match_blocks(blocks, other)
-        for one, two in zip(block.answers, paired.answers, strict=True)
+        for block in blocks
+        if block.index in paired
+        for one, two in zip(block.answers, paired[block.index].answers, strict=True)
     ]
     return len(equal), wilson_interval(sum(equal), len(equal)) if equal else None

@@ -49,7 +49,7 @@ def render_page(report: TuneReport, changes: Sequence[str] = ()) -> str:
     )
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         report=report,
-        changes=changes,
+        lists=(("Since the earlier run", changes), ("Prompts left out", report.left_out)),
         advice=list(list_advice(report)),
         headings=HEADINGS,
         legend=LEGEND,

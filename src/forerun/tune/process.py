@@ -25,7 +25,7 @@ import psutil
 
 from forerun.bounded_read import parse_json
 from forerun.client.door import KEY_HINT, UNAUTHORIZED, Door, answer_deadline, authorization
-from forerun.client.urls import hide_urls
+from forerun.client.urls import hide_urls, hide_words
 from forerun.errors import ServerUnavailable, UnreadableInput
 from forerun.terminal_text import printable
 from forerun.tune import supervisor
@@ -73,8 +73,8 @@ _STAMP = re.compile(
     r"|^\d+(\.\d+){3} [A-Z] "
 )
 """Beginnings of lines of vLLM (process, level, time, place) and of llama.cpp (time, level)."""
-_POINTER = "For further information visit"
-"""Pydantic's line below an error."""
+_POINTERS = re.compile("For further information visit|exiting due to")
+"""Lines of pydantic and of llama.cpp below an error."""
 
 
 class ServerFailed(ServerUnavailable):
@@ -125,8 +125,10 @@ class ServerProcess:
             ServerFailed: its port is in use, or its program or log cannot be opened.
         """
         environment = {**os.environ, **self.arm.environment}
+        beside = os.path.dirname(sys.executable)  # forerun's own place, which need not be activated
+        environment["PATH"] = f"{environment.get('PATH') or os.defpath}{os.pathsep}{beside}"
         self._failure = None
-        if shutil.which(self.arm.command[0], path=environment.get("PATH")) is None:
+        if shutil.which(self.arm.command[0], path=environment["PATH"]) is None:
             name = printable(self.arm.command[0])
             raise ServerFailed(f"there is no program {name!r}: install it, or give its path")
         with socket.socket() as listener:
@@ -136,7 +138,7 @@ class ServerProcess:
             except OSError as error:
                 raise ServerFailed(f"port {self.port} is in use: {error.strerror}") from error
         try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             program = [sys.executable, "-I", "-S", supervisor.__file__]
             self._supervisor = subprocess.Popen(
                 [*program, self.log, str(GRACE_S), *self.arm.command],
@@ -292,11 +294,12 @@ class ServerProcess:
             return printable(line, max_length=_LONGEST_LINE) or "its supervisor was killed"
 
     def _read_tail(self) -> str:
-        """Return the end of the log; empty where it cannot be read."""
+        """Return the end of the log, without secrets; empty where it cannot be read."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                return file.read(_TAIL_BYTES).decode(errors="replace")
+                text = file.read(_TAIL_BYTES).decode(errors="replace")
+                return hide_words(text, self.arm.words)
         except OSError:
             return ""
 
@@ -350,5 +353,5 @@ def explain_end(status: int, log: str) -> str:
                 return f"{cause}: {line}"
     names = {one.value: one.name for one in signal.Signals}
     ended = f"it was ended by {names[number]}" if number in names else f"exit status {status}"
-    errors = [line for line in lines if _ERROR.search(line) and _POINTER not in line]
+    errors = [line for line in lines if _ERROR.search(line) and not _POINTERS.search(line)]
     return f"{ended}: {(errors or lines)[-1]}"

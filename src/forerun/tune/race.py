@@ -8,15 +8,23 @@ not reach for all that are left. Pure functions of the measured blocks: no clock
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
-from forerun.theory.intervals import Interval, student_quantile
+from forerun.theory.intervals import (
+    Interval,
+    estimate_geometric_mean,
+    student_quantile,
+    widen_log,
+)
 from forerun.tune.arms import NONE, Load
 
 LEAST_BLOCKS = 3
 """Blocks of every arm before one is given up as slower."""
+LEAST_STARTS = 2
+"""Starts of every server before the same, where each has several blocks."""
 LEVEL = 0.02
 """Probability with which one round gives up the fastest arm, at most; shared by all its rivals.
 
@@ -36,11 +44,13 @@ class BlockTimes:
 
     Attributes:
         index: number of the block at its load, from 0.
+        unit: blocks of one unit are not independent: one start of the server had them.
     """
 
     arm: str
     load: Load
     index: int
+    unit: int
     num_tokens: int
     wall_s: float
 
@@ -73,21 +83,16 @@ class Standing:
 def estimate_speedup(blocks: Sequence[BlockTimes], baseline: Sequence[BlockTimes]) -> Interval:
     """Return the ratio of tokens/s over blocks that both arms have, with its 95% interval.
 
-    It is the geometric mean of the ratios, with Student's t on their logarithms. With a single
-    block the interval reaches from 0 to infinity.
+    It is the geometric mean of the ratios, averaged over the blocks of a unit.
 
     Raises:
         ValueError: no index is shared.
     """
-    first, second = _log_rates(blocks), _log_rates(baseline)
-    differences = [rate - second[index] for index, rate in first.items() if index in second]
+    sides = [{block.index: block for block in side} for side in (blocks, baseline)]
+    differences = [first - second for first, second in _average_units(sides)]
     if not differences:
         raise ValueError("the arms have no block of the same prompts")
-    if len(differences) == 1:
-        return Interval(estimate=math.exp(differences[0]), low=0.0, high=math.inf)
-    freedom = len(differences) - 1
-    error = math.sqrt(variance(differences) / len(differences))
-    return _build_interval(fmean(differences), student_quantile(0.975, freedom) * error)
+    return estimate_geometric_mean(differences)
 
 
 def pays(speedup: Interval | None) -> bool:
@@ -95,13 +100,14 @@ def pays(speedup: Interval | None) -> bool:
     return speedup is not None and speedup.is_above(1.0) and speedup.estimate >= LEAST_GAIN
 
 
-def _log_rates(blocks: Sequence[BlockTimes]) -> dict[int, float]:
-    return {block.index: math.log(block.num_tokens / block.wall_s) for block in blocks}
-
-
-def _build_interval(log_ratio: float, reach: float) -> Interval:
-    low, estimate, high = (math.exp(log_ratio + step) for step in (-reach, 0.0, reach))
-    return Interval(estimate=estimate, low=low, high=high)
+def _average_units(sides: Sequence[Mapping[int, BlockTimes]]) -> list[list[float]]:
+    """Return the mean logarithm of every arm's tokens/s, by unit of the blocks that all have."""
+    units = defaultdict[tuple[int, ...], list[list[float]]](list)
+    for index in sorted(set.intersection(*map(set, sides))):
+        blocks = [side[index] for side in sides]
+        rates = [math.log(block.num_tokens / block.wall_s) for block in blocks]
+        units[tuple(block.unit for block in blocks)].append(rates)
+    return [[fmean(rates) for rates in zip(*rows, strict=True)] for rows in units.values()]
 
 
 class Race:
@@ -132,7 +138,7 @@ class Race:
         self._reasons: dict[tuple[str, Load], str] = {}
         self._slower_than: dict[tuple[str, Load], str] = {}
         self._close: set[Load] = set()
-        self._num_compared = dict.fromkeys(loads, LEAST_BLOCKS - 1)
+        self._num_compared = dict.fromkeys(loads, 0)
 
     def add(self, block: BlockTimes) -> None:
         """Add a measured block, now or of an interrupted run."""
@@ -150,7 +156,7 @@ class Race:
                 del self._slower_than[key], self._reasons[key]
             if revived:
                 self._close.discard(each)
-                self._num_compared[each] = LEAST_BLOCKS - 1
+                self._num_compared[each] = 0
 
     def end(self) -> None:
         """Rank the arms as they are, because the time is over."""
@@ -174,7 +180,7 @@ class Race:
         if is_over or load in self._close or not self.living(load):
             return True
         rivals = self._list_rivals(load)
-        if len(self._find_shared(load)) < LEAST_BLOCKS or len(rivals) > 1:
+        if len(self._list_units(load)) < self._least_units or len(rivals) > 1:
             return False
         speedup = self._estimate(rivals[0] if rivals else self.baseline, load)
         return speedup is not None and (speedup.is_above(1.0) or speedup.is_below(LEAST_GAIN))
@@ -212,15 +218,18 @@ class Race:
         """
         dropped = list[GivenUp]()
         for load in self.loads:
-            number = len(self._find_shared(load))
-            if number <= self._num_compared[load] or len(self._list_rivals(load)) < 2:
+            if len(self._list_rivals(load)) < 2:
+                continue
+            number = len(self._list_units(load))
+            if number < max(self._least_units, self._num_compared[load] + 1):
                 continue
             self._num_compared[load] = number
             leader, ratios = self._compare(load)
             ratios.pop(self.baseline, None)
             for arm, ratio in ratios.items():
                 if ratio.is_below(1.0):
-                    reason = f"{ratio.show()} of the tokens/s of {leader}, {number} blocks"
+                    units = f"{number} {'blocks' if self.blocks_per_round == 1 else 'starts'}"
+                    reason = f"{ratio.show()} of the tokens/s of {leader}, {units}"
                     dropped.append(GivenUp(arm=arm, load=load, reason=reason))
                     self._slower_than[arm, load] = leader
             if all(ratio.is_below(1.0) or ratio.is_above(CLOSE) for ratio in ratios.values()):
@@ -243,7 +252,7 @@ class Race:
                 if self._find_shared(load) and len(self._list_rivals(load)) > 1
             ]
             if not several:
-                self.is_out_of_time = True
+                self.end()
                 return dropped
             load = max(several, key=lambda load: costs[load])
             order = sorted(self._list_rivals(load), key=lambda arm: -self._compute_speed(arm, load))
@@ -292,10 +301,19 @@ class Race:
         sets = [self._blocks[arm, load].keys() for arm in self.living(load)]
         return sorted(set.intersection(*map(set, sets))) if sets else []
 
+    @property
+    def _least_units(self) -> int:
+        """Units of every arm before one is given up as slower."""
+        return LEAST_BLOCKS if self.blocks_per_round == 1 else LEAST_STARTS
+
+    def _list_units(self, load: Load) -> list[list[float]]:
+        """Return the mean logarithms of tokens/s of the arms that are left, by unit."""
+        return _average_units([self._blocks[arm, load] for arm in self.living(load)])
+
     def _compute_speed(self, arm: str, load: Load) -> float:
-        """Return the mean logarithm of tokens/s over the blocks that all have."""
-        rates = _log_rates([self._blocks[arm, load][index] for index in self._find_shared(load)])
-        return fmean(rates.values())
+        """Return the mean logarithm of tokens/s over the units that all have."""
+        place = self.living(load).index(arm)
+        return fmean(unit[place] for unit in self._list_units(load))
 
     def _round_s(self, load: Load) -> float:
         """Return the seconds of one more round of the arms that are left; 0 if unknown."""
@@ -305,30 +323,28 @@ class Race:
     def _compare(self, load: Load) -> tuple[str, dict[str, Interval]]:
         """Return the fastest arm, and the ratio of the others' tokens/s to its own.
 
-        The variance of a difference is the larger of two: that of its own blocks, and twice the
-        residual variance of all arms that are left after the means of arms and blocks are taken
-        out. Few blocks alone would say nothing, and an arm may vary more than others.
+        The variance of a difference is the larger of two: that of its own units, and twice the
+        residual variance of all arms that are left after the means of arms and units are taken
+        out. Few units alone would say nothing, and an arm may vary more than others.
         """
-        indices, names = self._find_shared(load), self.living(load)
-        rates = {
-            arm: _log_rates([self._blocks[arm, load][index] for index in indices]) for arm in names
-        }
-        means = {arm: fmean(rates[arm].values()) for arm in names}
+        units, names = self._list_units(load), self.living(load)
+        rates = dict(zip(names, zip(*units, strict=True), strict=True))
+        means = {arm: fmean(rates[arm]) for arm in names}
         leader = max(names, key=lambda arm: means[arm])
-        by_block = {index: fmean(rates[arm][index] for arm in names) for index in indices}
         overall = fmean(means.values())
         residuals = (
-            rates[arm][index] - means[arm] - by_block[index] + overall
-            for arm in names
-            for index in indices
+            rate - means[arm] - fmean(unit) + overall
+            for unit in units
+            for arm, rate in zip(names, unit, strict=True)
         )
-        freedom = (len(names) - 1) * (len(indices) - 1)
+        freedom = (len(names) - 1) * (len(units) - 1)
         pooled = 2.0 * math.fsum(value * value for value in residuals) / freedom
         t = student_quantile(1.0 - LEVEL / (len(names) - 1), freedom)
         found = {}
         for arm in names:
             if arm != leader:
-                own = variance(rates[arm][index] - rates[leader][index] for index in indices)
-                reach = t * math.sqrt(max(pooled, own) / len(indices))
-                found[arm] = _build_interval(means[arm] - means[leader], reach)
+                pairs = zip(rates[arm], rates[leader], strict=True)
+                own = variance(one - other for one, other in pairs)
+                reach = t * math.sqrt(max(pooled, own) / len(units))
+                found[arm] = widen_log(means[arm] - means[leader], reach)
         return leader, found

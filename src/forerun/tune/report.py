@@ -50,7 +50,8 @@ class LoadResult:
         recommended: name of the arm; the baseline's where no other is shown to be faster, None
             where the run has not decided.
         confirmed: its speedup on prompts that had no part in the choice; None for the baseline.
-        check: the audit of its text; None for the baseline.
+        check: the audit of its text, made once for all loads; None for the baseline.
+        num_starts: of each server in the confirmation, where they ran one at a time; else 0.
     """
 
     load: Load
@@ -58,6 +59,7 @@ class LoadResult:
     recommended: str | None
     confirmed: Interval | None = None
     check: ExactnessCheck | None = None
+    num_starts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class TuneReport:
         is_complete: whether every load was decided, and its recommendation confirmed.
         versions: of forerun, and of the measured server as it names itself.
         acceptance_length: tokens per step that drafts had by chance; None: as they were accepted.
+        left_out: prompts that servers refused, each with the reason.
         provenance: machine, versions and time.
     """
 
@@ -85,6 +88,7 @@ class TuneReport:
     minutes: float
     is_complete: bool
     acceptance_length: float | None = None
+    left_out: tuple[str, ...] = ()
     provenance: Mapping[str, object]
     versions: Mapping[str, str] = field(default_factory=dict)
 

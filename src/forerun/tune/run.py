@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -15,18 +16,20 @@ import msgspec
 
 from forerun import __version__
 from forerun.client.connection import ClientConfig
+from forerun.client.urls import hide_keys
 from forerun.errors import InvalidRequest, ServerUnavailable
 from forerun.provenance import collect
 from forerun.sampling.config import SamplingParams
 from forerun.theory.intervals import Interval
-from forerun.tune.arms import Arm, Load, hide_keys
-from forerun.tune.check import ExactnessCheck, check_text, check_tokens
+from forerun.tune.arms import Arm, Load
+from forerun.tune.check import TOO_SHORT, ExactnessCheck, check_text
 from forerun.tune.config import TuneConfig
 from forerun.tune.drafting import find_drafting, sum_drafting
 from forerun.tune.fleet import Fleet, Notify
 from forerun.tune.load import (
     LoadBlock,
     PromptDeck,
+    RefusedPrompt,
     compare_texts,
     compute_figures,
     count_requests,
@@ -34,17 +37,21 @@ from forerun.tune.load import (
     measure_load,
 )
 from forerun.tune.process import ServerFailed
-from forerun.tune.race import LEAST_BLOCKS, Race, estimate_speedup, pays
+from forerun.tune.race import LEAST_BLOCKS, LEAST_STARTS, NO_TIME, Race, estimate_speedup, pays
 from forerun.tune.report import ArmResult, LoadResult, TuneReport
 from forerun.tune.server import MeasuredServer
 from forerun.tune.state import AuditRecord, BlockRecord, GivenUpRecord, PromptsRecord, RunState
 
-RACE_SHARE = 0.7
-"""Share of the minutes for choosing; the rest confirms and audits what was chosen."""
-CONFIRM_BLOCKS = 8
-"""Blocks of the chosen arm and of the baseline on prompts that had no part in the choice."""
-LEAST_READY_S = 10.0
-"""Seconds that a server has to start even if no more are left."""
+RACE_SHARES = (0.4, 0.7)
+"""Least and largest share of the minutes for choosing; the rest confirms and audits the choice."""
+CONFIRM_BLOCKS, CONFIRM_STARTS = 8, 4
+"""Most blocks of the chosen arm and of the baseline on prompts that had no part in the choice, and
+most starts of their servers, where these run one at a time."""
+SLACK = 0.1
+"""Share of the minutes that the confirmation, and then the audit, may take beyond them."""
+LEAST_S = 10.0
+"""Least seconds for the start of a server, and for an answer, which may take a quarter of the time
+that is left, or twice as long as the slowest one."""
 WARM_UP_TOKENS = 16
 BLOCKS_PER_START = 3
 """Blocks of an arm before the next one starts, where servers run one at a time."""
@@ -104,10 +111,9 @@ class Tuner:
         )
         self.versions = {"forerun": __version__}
         list_prompts(config.prompts, is_chat=True)  # refused before a server is started
-        if config.audit_tokens:
-            check_tokens(config.audit_tokens)
         self._deck: PromptDeck | None = None
         self._blocks: dict[tuple[str, Load, bool], list[LoadBlock]] = {}
+        self._prompts = PromptsRecord(run=0, is_chat=True)
         self._checks: dict[str, ExactnessCheck] = {}
         self._confirmed: dict[Load, Interval] = {}
         self._recommended: dict[Load, str] = {}
@@ -128,6 +134,7 @@ class Tuner:
 
         Raises:
             ServerFailed: the baseline cannot be started or measured.
+            InvalidRequest: the baseline refuses what it is asked.
         """
         with self.state, self.fleet:
             self._restore()
@@ -148,6 +155,7 @@ class Tuner:
             minutes=self.minutes,
             is_complete=len(self._recommended) == len(self.config.loads),
             acceptance_length=self.config.acceptance_length,
+            left_out=tuple(map(": ".join, self._prompts.left_out.items())),
             provenance=collect({}).to_dict(),
             versions=self.versions,
         )
@@ -178,10 +186,10 @@ class Tuner:
 
     def _choose(self) -> None:
         """Play rounds until every load is decided or its share of the time is over."""
-        self.race.finish_round(self._find_seconds_left())  # of what an interrupted run measured
+        self.race.finish_round(self._find_choosing_s())  # of what an interrupted run measured
         while planned := self.race.plan_round():
             for name, group in groupby(planned, key=lambda block: block[0]):
-                if self._find_seconds_left() <= 0.0 and self._blocks:
+                if self._blocks and self._find_choosing_s() <= 0.0:
                     self.race.end()
                     return
                 self._measure(name, [(load, index) for _, load, index in group])
@@ -189,12 +197,20 @@ class Tuner:
                 self.race.blocks_per_round = BLOCKS_PER_START
             start_s = max(self.fleet.start_s.values(), default=0.0)
             arm_s = start_s if self.fleet.one_at_a_time else 0.0
-            for one in self.race.finish_round(self._find_seconds_left(), arm_s):
+            for one in self.race.finish_round(self._find_choosing_s(), arm_s):
                 self.notify(f"{one.load.label}: {one.arm} given up: {one.reason}")
 
     def _find_seconds_left(self) -> float:
-        """Return the seconds that are left to choose."""
-        return 60.0 * (RACE_SHARE * self.config.minutes - self.minutes)
+        return 60.0 * (self.config.minutes - self.minutes)
+
+    def _find_choosing_s(self) -> float:
+        """Return the seconds that are left to choose; the others confirm and audit."""
+        pair = (self.race.baseline, self.race.baseline)
+        kept_s = sum(self._plan_units(load, pair)[2] for load in self._list_undecided())
+        least_s, most_s = (
+            60.0 * (1.0 - share) * self.config.minutes for share in RACE_SHARES[::-1]
+        )
+        return self._find_seconds_left() - min(most_s, max(kept_s, least_s))
 
     def _measure(
         self, name: str, blocks: Sequence[tuple[Load, int]], is_final: bool = False
@@ -202,25 +218,26 @@ class Tuner:
         """Measure blocks of one arm; returns whether its server answered them all.
 
         Raises:
-            ServerFailed: it is the baseline, without which nothing can be compared.
+            ServerFailed or InvalidRequest: it is the baseline, which all are compared with.
         """
-        params = SamplingParams(max_tokens=self.config.max_tokens)
-        if name != self.race.baseline:
-            seconds_left = 60.0 * (self.config.minutes - self.minutes)
-            self.fleet.ready_s = min(self.config.ready_s, max(LEAST_READY_S, seconds_left))
+        units: dict[Load, int] = {}
+        unknown_s = math.inf if name == self.race.baseline else 0.0
+        usual_s = 3.0 * max(self.fleet.start_s.values(), default=unknown_s)
+        limit_s = max(LEAST_S, usual_s, self._find_seconds_left() / 2.0)
+        self.fleet.ready_s = min(self.config.ready_s, limit_s)
+        if self.fleet.one_at_a_time:
+            self.fleet.stop(name)  # these blocks are of a start of their own
         try:
-            with self.fleet.use(name), self._connect(self.arms[name]) as server:
-                if name == self.race.baseline and (version := server.read_version()):
-                    self.versions["server"] = version
+            with self.fleet.use(name):
                 for load, index in blocks:
+                    if not is_final and self._blocks and self._find_choosing_s() <= 0.0:
+                        break
                     what = "confirming" if is_final else "measuring"
                     self.notify(f"{load.label}: {what} {name}, block {index + 1}")
-                    deck, number = self._find_deck(server), count_requests(load)
-                    prompts = deck.deal(load, index, number, is_final=is_final)
-                    before = server.read_metrics()
-                    block = measure_load(server, prompts, params, arm=name, load=load, index=index)
-                    drafting = find_drafting(block.answers, before, server.read_metrics())
-                    block = replace(block, drafting=drafting)
+                    while (block := self._try_block(name, load, index, is_final)) is None:
+                        pass
+                    if self.fleet.one_at_a_time:
+                        block = replace(block, unit=units.setdefault(load, index))
                     self._add(block, is_final)
                     self.state.append(BlockRecord(block=block, is_final=is_final))
                     self._check_drafts(block)
@@ -228,12 +245,37 @@ class Tuner:
             reason = self.fleet.find_failure(name) or str(error)
             self.fleet.stop(name)
             if name == self.race.baseline:
-                raise ServerFailed(
-                    f"{name}, which the others are compared with: {reason}"
-                ) from error
+                kind = InvalidRequest if isinstance(error, InvalidRequest) else ServerFailed
+                raise kind(f"{name}, which the others are compared with: {reason}") from error
             self._give_up(name, reason)
             return False
         return True
+
+    def _try_block(self, name: str, load: Load, index: int, is_final: bool) -> LoadBlock | None:
+        """Measure a block; None where a prompt was refused that no arm took, and is left out."""
+        params = SamplingParams(max_tokens=self.config.max_tokens)
+        with self._connect(self.arms[name]) as server:
+            if "server" not in self.versions and (version := server.read_version()):
+                self.versions["server"] = version
+            deck = self._find_deck(server)
+            prompts = deck.deal(load, index, count_requests(load), is_final=is_final)
+            before = server.read_metrics()
+            try:
+                block = measure_load(server, prompts, params, arm=name, load=load, index=index)
+            except RefusedPrompt as error:
+                if any(index in self._list_measured(arm, load, is_final) for arm in self.arms):
+                    raise
+                refused = {deck.find_name(load, index, error.place, is_final): str(error)}
+                left_out = {**self._prompts.left_out, **refused}
+                self._make_deck(msgspec.structs.replace(self._prompts, left_out=left_out))
+                self.state.append(self._prompts)
+                return None
+            after = before and server.read_metrics()
+            return replace(block, drafting=find_drafting(block.answers, before, after))
+
+    def _list_measured(self, arm: str, load: Load, is_final: bool) -> set[int]:
+        """Return the indices of the blocks of an arm."""
+        return {block.index for block in self._blocks.get((arm, load, is_final), ())}
 
     def _check_drafts(self, block: LoadBlock) -> None:
         """Raise ServerFailed where a draft model was to draft and none did.
@@ -251,7 +293,7 @@ class Tuner:
         if load is None:
             decided = self._recommended.items()
             self._recommended = {each: arm for each, arm in decided if arm != name}
-        else:
+        elif reason != NO_TIME:  # the next run has time again
             self.state.append(GivenUpRecord(arm=name, reason=reason, load=load))
         self.notify(f"{name} given up: {reason}")
 
@@ -262,12 +304,16 @@ class Tuner:
 
     def _connect(self, arm: Arm) -> MeasuredServer:
         """Return a client with new connections: a paused server has closed its old ones."""
+        blocks = (block for every in self._blocks.values() for block in every)
+        slowest_s = max((a.total_s for block in blocks for a in block.answers), default=0.0)
+        limit_s = round(max(LEAST_S, 2.0 * slowest_s, self._find_seconds_left() / 4.0))
         return MeasuredServer(
             ClientConfig(
                 url=arm.url,
                 max_connections=max(load.clients for load in self.config.loads),
                 num_tries=1,
-                timeout_s=self.config.hang_s,
+                timeout_s=min(self.config.hang_s, limit_s),
+                stream_s=limit_s,
             )
         )
 
@@ -283,7 +329,8 @@ class Tuner:
         """Deal the prompts of recorded blocks first: the order of the calls decides which."""
         entries = list_prompts(self.config.prompts, is_chat=prompts.is_chat)
         has_urls = any(not arm.command for arm in self.arms.values())
-        self._deck = PromptDeck(entries, prompts.run, marks_all=has_urls)
+        self._prompts = prompts
+        self._deck = PromptDeck(entries, prompts.run, marks_all=has_urls, left_out=prompts.left_out)
         for record in self.state.records:
             if isinstance(record, BlockRecord):
                 load, index = record.block.load, record.block.index
@@ -312,17 +359,8 @@ class Tuner:
     def _find_objection(self, name: str, load: Load) -> str | None:
         """Return why an arm is not recommended after all; None if it is."""
         pair = (self.race.baseline, name)
-        blocks = [
-            (each, n)
-            for n in range(self._count_confirming(load))
-            for each in pair[:: -1 if n % 2 else 1]
-            if n not in {b.index for b in self._blocks.get((each, load, True), ())}
-        ]
-        if self.fleet.one_at_a_time:
-            blocks.sort(key=lambda block: pair.index(block[0]))
-        for each, group in groupby(blocks, key=lambda block: block[0]):
-            if not self._measure(each, [(load, index) for _, index in group], is_final=True):
-                return "it failed while it was confirmed"  # its own reason is kept
+        if (problem := self._measure_pair(pair, load)) is not None:
+            return problem
         baseline, times = (
             [block.times for block in self._blocks[each, load, True]] for each in pair
         )
@@ -340,6 +378,22 @@ class Tuner:
         is_cleared = check is not None and check.status == "no_deviation"
         return None if is_cleared else self._compare_texts(name, load)
 
+    def _measure_pair(self, pair: tuple[str, str], load: Load) -> str | None:
+        """Measure two arms on prompts that no earlier one was confirmed on; return what failed."""
+        num_units, size, _ = self._plan_units(load, pair)
+        if not num_units:
+            return NO_TIME
+        others = (self._list_measured(arm, load, True) for arm in self.arms if arm not in pair)
+        first = 1 + max((index for indices in others for index in indices), default=-1)
+        for unit in range(num_units):
+            indices = range(first + unit * size, first + (unit + 1) * size)
+            for each in pair[:: -1 if unit % 2 else 1]:
+                left = sorted({*indices} - self._list_measured(each, load, True))
+                blocks = [(load, index) for index in left]
+                if left and not self._measure(each, blocks, is_final=True):
+                    return "it failed while it was confirmed"  # its own reason is kept
+        return None
+
     def _compare_texts(self, name: str, load: Load) -> str | None:
         """Return the objection to an arm none of whose greedy texts is the baseline's."""
         pairs = (self._blocks[each, load, True] for each in (name, self.race.baseline))
@@ -348,11 +402,29 @@ class Tuner:
             return None
         return f"none of its {num_texts} texts at T=0 is that of {self.race.baseline}"
 
-    def _count_confirming(self, load: Load) -> int:
-        """Return how many blocks of two arms fit into half of the time that is left, at least 3."""
-        walls = [b.wall_s for b in self._blocks[self.race.baseline, load, False]]
-        seconds_left = 60.0 * (self.config.minutes - self.minutes) / len(self.config.loads)
-        return max(LEAST_BLOCKS, min(CONFIRM_BLOCKS, int(seconds_left / 4.0 / fmean(walls))))
+    def _plan_units(self, load: Load, pair: Sequence[str]) -> tuple[int, int, float]:
+        """Return the units of a confirmation, the blocks of each, and the seconds of the fewest.
+
+        A unit is a block, or one start where servers run one at a time. Units take half of the time
+        that is left at most; there is none where not even the fewest fit into all of it.
+        """
+        least, most, size = LEAST_BLOCKS, CONFIRM_BLOCKS, 1
+        unit_s, is_alone = 0.0, self.fleet.one_at_a_time
+        if is_alone:
+            least, most, size = LEAST_STARTS, CONFIRM_STARTS, CONFIRM_BLOCKS // CONFIRM_STARTS
+        for name in pair:
+            walls = [block.wall_s for block in self._blocks.get((name, load, False), ())]
+            unit_s += size * fmean(walls) if walls else 0.0
+            unit_s += self.fleet.start_s.get(name, 0.0) if is_alone else 0.0
+        left_s = self._find_load_s()
+        fitting = int(left_s / 2.0 / unit_s) if unit_s else most
+        num_units = max(least, min(most, fitting)) if least * unit_s <= left_s else 0
+        return num_units, size, least * unit_s
+
+    def _find_load_s(self) -> float:
+        """Return the seconds that are left to confirm and audit at one load."""
+        slack_s = 60.0 * SLACK * self.config.minutes / len(self.config.loads)
+        return self._find_seconds_left() / len(self._list_undecided()) + slack_s
 
     def _check(self, name: str) -> ExactnessCheck:
         """Audit the text of an arm once, for all loads."""
@@ -362,12 +434,12 @@ class Tuner:
                 self._checks[name] = check_text(
                     running[name],
                     running.get(self.race.baseline),
-                    self.config.audit_tokens,
-                    num_clients=max(load.clients for load in self.config.loads),
-                    prompts=self.config.prompts,
-                    notify=self.notify,
+                    self.config,
+                    max(LEAST_S, self._find_load_s()),
+                    self.notify,
                 )
-            if self.fleet.find_failure(name) is None:
+            is_over = self._checks[name].sentence != TOO_SHORT  # else the next run audits it again
+            if is_over and self.fleet.find_failure(name) is None:
                 self.state.append(AuditRecord(arm=name, report=asdict(self._checks[name])))
         return self._checks[name]
 
@@ -394,10 +466,13 @@ class Tuner:
                 )
             )
         recommended = self._recommended.get(load)
+        finals = self._blocks.get((recommended or "", load, True), ())
+        has_units = any(block.unit != block.index for block in finals)
         return LoadResult(
             load=load,
             arms=tuple(rows),
             recommended=recommended,
             confirmed=None if recommended == self.race.baseline else self._confirmed.get(load),
             check=None if recommended is None else self._checks.get(recommended),
+            num_starts=len({b.unit for b in finals}) if has_units else 0,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -14,6 +14,8 @@ from forerun.tune.arms import Load
 from forerun.tune.load import LoadBlock
 
 FORMAT = "1"
+OWN_FILES = {".lock", "logs", "state.jsonl"}
+"""What a run may leave in its folder before its first record."""
 
 
 class Header(msgspec.Struct, frozen=True, tag="header"):
@@ -39,10 +41,12 @@ class PromptsRecord(msgspec.Struct, frozen=True, kw_only=True, tag="prompts"):
     Attributes:
         run: number in the first lines of prompts that are used again.
         is_chat: whether prompts are sent as conversations.
+        left_out: why prompts are no longer sent, by name.
     """
 
     run: int
     is_chat: bool
+    left_out: dict[str, str] = {}
 
 
 class GivenUpRecord(msgspec.Struct, frozen=True, kw_only=True, tag="given up"):
@@ -73,12 +77,12 @@ class RunState:
         settings: a run goes on only with the same ones.
 
     Attributes:
-        records: those of the interrupted run, in their order.
+        records: those of the interrupted run and of this one, in their order.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self.folder = folder
-        self.records: Sequence[Record] = ()
+        self.records: list[Record] = []
         self._header = Header({**settings, "format": FORMAT})
         self._file = RecordFile[Header | Record](folder / "state.jsonl", Header | Record)
         self._lock: IO[bytes] | None = None
@@ -91,7 +95,7 @@ class RunState:
                 be read or written.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = lock_run_folder(self.folder, "tune")
             self.records = self._load()
         except BaseException as error:
@@ -111,9 +115,16 @@ class RunState:
     def append(self, record: Record) -> None:
         """Append a record, and wait until it is on the disk."""
         self._file.append(record)
+        self.records.append(record)
 
     def _load(self) -> list[Record]:
         if self._file.is_empty():
+            others = {path.name for path in self.folder.iterdir()} - OWN_FILES
+            if others:
+                raise InvalidRequest(
+                    f"--out {self.folder} has files that tune did not write ({min(others)!r:.100}, "
+                    "...); name a new folder"
+                )
             self._file.append(self._header)
             return []
         found = self._file.read()

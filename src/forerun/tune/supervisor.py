@@ -32,6 +32,7 @@ class BoundedLog:
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "w+b", buffering=0)  # noqa: SIM115 (open as long as the process)
+        os.fchmod(self._file.fileno(), 0o600)  # servers print keys
         self._num_left_out = 0
 
     def write(self, output: bytes) -> None:

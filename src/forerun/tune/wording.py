@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forerun.models.memory import readable
+from forerun.terminal_text import write_count
 from forerun.theory.intervals import Interval
 from forerun.tune.arms import Speculation
-from forerun.tune.race import LEAST_BLOCKS, NO_TIME
+from forerun.tune.race import LEAST_BLOCKS, LEAST_GAIN, NO_TIME
 from forerun.tune.report import ArmResult, LoadResult, TuneReport
 
 HEADINGS = (
@@ -84,6 +85,8 @@ def list_advice(report: TuneReport) -> Iterator[Recommendation]:
         yield Recommendation(sentence) if name is None else _advise(report, sentence, name)
         if result.recommended == report.baseline:
             yield from map(Recommendation, _describe_needs(report, result)[:1])
+    if len(report.loads) > 1 and any(result.check for result in report.loads):
+        yield Recommendation("Each setting was audited once, for all loads.")
     if _is_k_of_vllm_alone(report):
         yield Recommendation(
             "The best settings differ in K alone. One vLLM server can choose K by the "
@@ -109,14 +112,26 @@ def _describe_gain(report: TuneReport, result: LoadResult) -> str:
         return f"not decided; the fastest so far is {best.arm}: {speedup} times as fast."
     if name == baseline:
         num_left = sum(arm.reason == NO_TIME for arm in result.arms)
-        more = f"; {num_left} were given up for lack of time: give more --minutes"
-        return f"no setting is shown to be faster than {baseline}{more if num_left else ''}."
+        verb = "was" if num_left == 1 else "were"
+        more = f"; {num_left} {verb} given up for lack of time: give more --minutes"
+        if not num_left:
+            more = "".join(_describe_undecided(baseline, result))
+        return f"no setting is shown to be faster than {baseline}{more}."
     shown = result.confirmed
     gain = "" if shown is None else f" {shown.estimate:.2f} times ({shown.show_ends()})"
+    starts = f", over {write_count(result.num_starts, 'start')} of each server"
     return (
-        f"{name} is{gain} as fast as {baseline} on prompts that had no part in the choice; "
-        f"{_describe_check(result)}."
+        f"{name} is{gain} as fast as {baseline} on prompts that had no part in the choice"
+        f"{starts if result.num_starts else ''}; {_describe_check(result)}."
     )
+
+
+def _describe_undecided(baseline: str, result: LoadResult) -> Iterator[str]:
+    """Yield the fastest setting, if it may be faster than the baseline."""
+    best = next((a for a in result.arms if a.reason is None and a.arm != baseline), None)
+    if best is not None and best.speedup is not None and best.speedup.estimate >= LEAST_GAIN:
+        shown = _show(best.speedup, ".2f", " ")
+        yield f"; {best.arm} may be, at {shown} times its speed: give more --minutes"
 
 
 def _describe_check(result: LoadResult) -> str:
@@ -125,7 +140,8 @@ def _describe_check(result: LoadResult) -> str:
     if check is None or check.status == "not_audited":
         return "its text was not audited"
     if check.status == "no_deviation":
-        return f"its text was audited: no deviation in {check.num_tokens:,} output tokens"
+        above = "" if check.bound is None else f" above TV {check.bound:.3f} at 95%"
+        return f"text unchanged: no deviation{above} in {check.num_tokens:,} audited tokens"
     return f"its text cannot be judged: {check.sentence.rstrip('.')}"
 
 
@@ -162,11 +178,11 @@ def _is_k_of_vllm_alone(report: TuneReport) -> bool:
 
 
 def _show(interval: Interval | None, spec: str, gap: str) -> str:
-    """Return a figure with its interval; a single block has none."""
+    """Return a figure with its interval; a single block, or start of a server, has none."""
     if interval is None:
         return ""
     if not math.isfinite(interval.high):
-        return f"{interval.estimate:{spec}}{gap}(1 block)"
+        return f"{interval.estimate:{spec}}{gap}(no interval)"
     return interval.show(spec, gap)
 
 

@@ -124,6 +124,17 @@ def test_own_metrics_are_read_with_the_times_of_steps():
     assert "forerun metrics" in found.readings[0].kinds
 
 
+def test_vllm_with_our_plug_in_is_still_vllm():
+    found = read(
+        "forerun:cycles_total 90\nforerun:sequence_steps_total 120\n"
+        'forerun:drafted_per_position_total{position="0"} 100\n'
+        "vllm:spec_decode_num_drafts_total 100\nvllm:spec_decode_num_draft_tokens_total 100\n"
+        "vllm:spec_decode_num_accepted_tokens_total 20\n"
+    )
+    assert found.words("engine") == ("vLLM",)
+    assert found.number("num_drafts") == 100
+
+
 def test_counters_of_an_impossible_size_are_left_out():
     found = read(
         "vllm:spec_decode_num_drafts_total 1e308\nvllm:spec_decode_num_draft_tokens_total 1e308\n"

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from forerun.server.bodies import MAX_DEPTH, MAX_VALUES, InvalidBody, parsed
+from forerun.server.bodies import MAX_DEPTH, MAX_VALUES, parsed
+from forerun.server.errors import InvalidBody
 
 DEEP = "[" * (MAX_DEPTH + 1)
 

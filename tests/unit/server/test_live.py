@@ -22,7 +22,7 @@ from forerun.doctor.readers.sources import read_lines
 from forerun.engine.engine import Engine
 from forerun.engine.thread import EngineThread
 from forerun.sampling.config import SamplingParams
-from forerun.server import live
+from forerun.server import live, live_page
 from forerun.server.live import LiveView
 from forerun.server.metrics import ServerMetrics
 
@@ -156,7 +156,7 @@ def test_a_diagnosis_comes_after_enough_steps(engine, view):
 
 def test_a_page_that_is_read_again_shows_a_diagnosis_of_what_happened_meanwhile(engine, view):
     app = FastAPI()
-    app.include_router(live.page_router(view))
+    app.include_router(live_page.page_router(view))
     with TestClient(app) as client:
         assert client.get("/live").json()["diagnosis"] is None
         engine.generate([[n] for n in range(1, 4)] * 8, PARAMS)

@@ -10,7 +10,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from tests import tiny
 
-from forerun.server.live import LiveView, page_router
+from forerun.server.live import LiveView
+from forerun.server.live_page import page_router
 from forerun.server.metrics import ServerMetrics
 
 PAGE = files("forerun.server") / "page"

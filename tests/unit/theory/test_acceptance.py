@@ -104,3 +104,18 @@ def test_counts_from_a_trace():
 def test_impossible_steps_are_refused(depth_drafted, num_accepted, num_drafted):
     with pytest.raises(ValueError, match=f"{num_accepted} accepted, depth {depth_drafted}"):
         AcceptanceCounts().add(depth_drafted, num_accepted, num_drafted=num_drafted)
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [[], [(3, 3)], [(3, 0), (3, 3), (1, 1), (2, 0)], [(1, 0), (4, 4), (4, 1), (4, 1), (2, 2)]],
+)
+def test_totals_by_position_are_kept(outcomes):
+    steps = counted(*outcomes)
+    found = AcceptanceCounts.from_positions(
+        steps.drafted_per_position, [*steps.accepted_per_position, 0]
+    )
+    for name in ("num_steps", "num_drafted", "num_accepted", "drafted_per_position"):
+        assert getattr(found, name) == getattr(steps, name)
+    assert found.accepted_per_position == steps.accepted_per_position
+    assert all(accepted <= depth for depth, accepted in found.steps)

@@ -161,6 +161,7 @@ class AuditConfig:
     Attributes:
         max_tokens: most output tokens in all; a request that may exceed the rest is not sent.
         max_requests: most requests, refused ones and further tries included.
+        max_seconds: after so long no more is asked; one answer may take a quarter of it.
         num_tokens: most output tokens of most requests.
         longest: most output tokens of the longest requests, a fortieth of all at most.
         num_clients: requests at once, in rounds with many.
@@ -177,6 +178,7 @@ class AuditConfig:
 
     max_tokens: int = 20_000
     max_requests: int = 2_000
+    max_seconds: float = math.inf
     num_tokens: int = 48
     longest: int = 512
     num_clients: int = 8
@@ -195,12 +197,12 @@ class AuditConfig:
         """Output tokens that only what follows an alarm may take."""
         return int(self.control_share * self.max_tokens)
 
-    def check_enough(self) -> None:
-        """Raise InvalidRequest where the tokens can never suffice for a verdict."""
+    def check_enough(self, flag: str = "--tokens") -> None:
+        """Raise InvalidRequest, which names the flag, where the tokens can never suffice."""
         least = math.ceil((FEW_TOKENS + self.num_tokens) / (1.0 - self.control_share))
         if self.max_tokens < least:
             raise InvalidRequest(
-                f"--tokens {self.max_tokens} is too few: {FEW_TOKENS} have to be judged, and "
+                f"{flag} {self.max_tokens} is too few: {FEW_TOKENS} have to be judged, and "
                 f"{self.control_share:.0%} of them are kept for what follows an alarm; give "
                 f"{least} or more"
             )

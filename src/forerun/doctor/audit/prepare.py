@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from forerun.terminal_text import write_count
 _MOST_PROMPTS, _JOINED_EVERY, _NUM_JOINED = 400, 10, 6
 """Most prompts; of the shipped ones, one in ten is several of them, one after the other."""
 _NUM_CHATS = 20
+_LEAST_ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +58,13 @@ def prepare_audit(source: AuditSource, config: AuditConfig, stack: ExitStack) ->
     name, keys = source.reference, source.key_variables
     is_model = name is not None and name != "self" and not is_url(name)
     control = None
-    if name is not None and is_url(name):
-        control = ClientConfig(url=name, key_variable=keys[-1] if keys else None)
-    server = ClientConfig(
-        url=source.url, model=source.model, key_variable=keys[0] if keys else None
+    usual = ClientConfig(url=source.url, model=source.model, key_variable=next(iter(keys), None))
+    limit_s = max(_LEAST_ANSWER_S, config.max_seconds / 4.0)
+    server = replace(
+        usual, timeout_s=min(limit_s, usual.timeout_s), stream_s=min(limit_s, usual.stream_s)
     )
+    if name is not None and is_url(name):
+        control = replace(server, url=name, model=None, key_variable=keys[-1] if keys else None)
     endpoint = HttpEndpoint(
         server, control, wants_logprobs=not is_model, num_clients=config.num_clients
     )

@@ -92,7 +92,8 @@ class Audit:
                 )
             self._count([question])
             self._add(question, answer)
-        while questions := self._next():
+        ends_s = started_s + self.config.max_seconds
+        while time.monotonic() < ends_s and (questions := self._next()):
             numbers = self.state.ask(questions)
             self._count(questions)
             answers = self.endpoint.ask(questions, self.ledger.kinds)

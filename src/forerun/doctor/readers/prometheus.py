@@ -125,7 +125,9 @@ class PrometheusText(LineReader):
 
     def _name(self, name: str) -> None:
         for prefix in PREFIXES:
-            if name.startswith(prefix) and self.kind != NAMES[OWN]:
+            # Another engine has some of our own metrics where forerun is its plug-in.
+            known = CYCLE_SECONDS if prefix == OWN else prefix
+            if name.startswith(known) and self.kind != NAMES[OWN]:
                 self.kind = NAMES[prefix]
 
 

@@ -49,6 +49,7 @@ function show(live) {
   const drafts = setup.methods.length ? `drafted by ${setup.methods.join(", ")}` : "without a draft";
   setText("setup", `${setup.target}, ${drafts}`);
   state(load.num_running ? "busy" : "idle", load.num_running ? "decoding" : "idle");
+  byId("tab-chat").hidden = setup.has_chat === null;
   setUpChat(setup);
   showSpeedup(live);
   showFigures(live);
@@ -96,8 +97,8 @@ function showFigures({ setup, load, latency, positions: drafted, ...live }) {
   }
   setText("prefill", live.totals.num_emitted ? figure(latency.prompt_tokens_per_s) : "–");
   setText("prefix", percent(latency.prefix_hit_share));
-  setText("waiting", `${load.num_waiting} of ${load.max_waiting}`);
-  setText("refused", Object.entries(load.refused).map(([status, times]) => `${times} (${status})`).join(", ") || "0");
+  setText("waiting", load.max_waiting === null ? String(load.num_waiting) : `${load.num_waiting} of ${load.max_waiting}`);
+  setText("refused", load.refused === null ? "–" : Object.entries(load.refused).map(([status, times]) => `${times} (${status})`).join(", ") || "0");
 }
 
 function showCharts(live) {

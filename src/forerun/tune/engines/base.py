@@ -51,6 +51,7 @@ class EngineDialect(ABC):
         address_flags: host, port and API key of the server, which tune replaces.
         pattern: matches the names of the flags of speculation.
         switches: those of them that take no value.
+        lists: flags that tune knows and that take several words.
         metrics_flag: makes the server count its drafts.
         methods: the engine's words for a method, by words that users may write in `drafts`.
         weightless: methods that need no draft's weights.
@@ -67,6 +68,7 @@ class EngineDialect(ABC):
     address_flags: frozenset[str] = frozenset({"--host", "--port", "--api-key"})
     pattern: re.Pattern[str]
     switches: frozenset[str] = frozenset()
+    lists: frozenset[str] = frozenset()
     metrics_flag: str | None = None
     methods: Mapping[str, str]
     weightless: frozenset[str]
@@ -210,6 +212,8 @@ class EngineDialect(ABC):
     def parse_draft(self, text: str) -> Speculation:
         """Read PATH, METHOD:PATH or METHOD (InvalidRequest)."""
         head, _, tail = text.partition(":")
+        if not text.strip() or text.endswith(":"):
+            raise InvalidRequest(f"--draft {text!r} names no draft: write PATH or METHOD:PATH")
         word = "ngram" if text.lower() in LOOKUP_NAMES else text.lower()
         if text == NONE:
             return Speculation()
@@ -247,7 +251,10 @@ class EngineDialect(ABC):
             elif has_value or name in self.switches or not left or _is_flag(left[0]):
                 yield Flag(name, value, (word,))
             else:
-                yield Flag(name, left[0], (word, left.popleft()))
+                values = [left.popleft()]
+                while name in self.lists and left and not _is_flag(left[0]):
+                    values.append(left.popleft())
+                yield Flag(name, values[0], (word, *values))
 
 
 def write_options(options: Sequence[tuple[str, str]]) -> list[str]:

@@ -42,6 +42,7 @@ class VllmDialect(EngineDialect):
     name = "vllm"
     programs = (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server"))
     address_flags = EngineDialect.address_flags | {"--uds"}
+    lists = frozenset({"--api-key"})
     pattern = re.compile(
         r"-sc(\..*)?|--speculative-.*|--spec-.*|--num-speculative-tokens|--ngram-prompt-lookup-m.."
     )
