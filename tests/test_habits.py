@@ -68,7 +68,7 @@ VERBS = frozenset(
     stage start state step stop store stream strip submit sum summarise supervise swap sync take
     test tie time to tokenize trace track train translate transpose trim try undo unpack unroll
     update upgrade use validate verify visit wait wake walk warm warn warp watch weaken weigh widen
-    wrap write yield zero
+    wrap write yield zero delete enforce promote roll settle
     """.split()
 )
 

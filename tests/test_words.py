@@ -31,6 +31,7 @@ CLEAN: tuple[str, ...] = (
     "engine",
     "errors.py",
     "extend.py",
+    "loop",
     "measure",
     "models",
     "native",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import UnionType
-from typing import Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
 import msgspec
 
 from forerun.atomic_write import errors_naming
 from forerun.bounded_read import ReadLimits, check_regular, first_line, open_bounded
-from forerun.errors import UnreadableInput
+from forerun.errors import InvalidRequest, UnreadableInput
 
 RecordT = TypeVar("RecordT")
 
@@ -73,3 +73,22 @@ class RecordFile(Generic[RecordT]):
             file.write(msgspec.json.encode(record) + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def lock_run_folder(folder: Path, program: str) -> IO[bytes]:
+    """Return an open file that keeps other runs out until it is closed, or its process ends.
+
+    Raises InvalidRequest if another run of `forerun PROGRAM` has the folder.
+    """
+    import fcntl  # not on Windows, where no server can be paused either
+
+    file = (folder / ".lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise InvalidRequest(
+            f"another run of forerun {program} uses {folder}; wait until it has ended, or name "
+            "another folder"
+        ) from error
+    return file

@@ -47,6 +47,7 @@ COMMANDS = {
     "profile": "measure what drafting and verifying cost on this machine",
     "plan": "choose drafter, K and batch, predict the speedup, and simulate a workload",
     "align": "distil a draft to its target on your prompts, and measure the gain",
+    "loop": "serve, and train, try and replace the draft as the requests change",
     "diagnose": "explain why speculation is slow or wrong, what to change, and when it changes",
     "audit": "test whether speculation changes the text of a server, and name the fault",
     "explain": "summarise a trace, or explain the steps of a request, token by token",

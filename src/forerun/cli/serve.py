@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
@@ -15,6 +16,11 @@ from forerun.engine.config import EngineConfig
 from forerun.server.config import ServerConfig
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from forerun.engine.engine import Engine
+    from forerun.engine.thread import AsyncEngine
+    from forerun.server.app import Collector
     from forerun.server.guard import ApiKey
 
 KEY_VARIABLE = "FORERUN_API_KEY"
@@ -36,6 +42,9 @@ class ServeOptions:
     """A file with the Jinja template that renders conversations, in place of the target's own."""
     api_keys: Path | None = None
     """TOML file of keys and their limits, see docs/operating.md; or set FORERUN_API_KEY."""
+
+    collect: Path | None = None
+    """Folder for texts of requests with "store": true, to train drafts on; see docs/loop.md."""
 
     @property
     def model(self) -> str:
@@ -61,12 +70,24 @@ def run(options: ServeOptions) -> int:
 
 def run_served(options: ServeOptions) -> int:
     """Serve with a log that is set up."""
-    from forerun.cli.session import load_engine
-    from forerun.doctor.live import PageDiagnosis
     from forerun.engine.thread import AsyncEngine
+    from forerun.loop.store import TrafficStore
+
+    keys, listener, engine = prepare(options)
+    running = AsyncEngine(engine)
+    with ExitStack() as stack:
+        store = None
+        if options.collect is not None:
+            store = stack.enter_context(TrafficStore(options.collect, engine.tokenizer.decode))
+        serve_app(options, listener, running, make_app(options, running, keys, store))
+    return Exit.GOOD
+
+
+def prepare(options: ServeOptions) -> tuple[list[ApiKey], socket, Engine]:
+    """Check the options, open the port and load the models."""
+    from forerun.cli.session import load_engine
     from forerun.sampling.kernels import sampling_kernels
-    from forerun.server.app import create_app
-    from forerun.server.run import open_socket, serve
+    from forerun.server.run import open_socket
 
     keys, template = options.read_keys(), read_template(options.chat_template)
     listener = open_socket(options.server)  # before weights are read: the port may be in use
@@ -78,14 +99,28 @@ def run_served(options: ServeOptions) -> int:
     if template:
         engine.tokenizer.use_chat_template(template)
     sampling_kernels()  # compiled before the server is ready, not in the first sampled request
-    running = AsyncEngine(engine)
-    app = create_app(running, options.model, options.server, keys, PageDiagnosis())
+    return keys, listener, engine
+
+
+def make_app(
+    options: ServeOptions, running: AsyncEngine, keys: list[ApiKey], store: Collector | None
+) -> FastAPI:
+    from forerun.doctor.live import PageDiagnosis
+    from forerun.server.app import create_app
+
+    return create_app(running, options.model, options.server, keys, PageDiagnosis(), store)
+
+
+def serve_app(options: ServeOptions, listener: socket, running: AsyncEngine, app: FastAPI) -> None:
+    """Say where the application is served, and serve it until a signal."""
+    from forerun.server.run import serve
+
+    engine = running.engine
     _announce(options.model, listener)
     methods = ", ".join(engine.capabilities().methods)
     when = "" if engine.config.controller == "fixed" else " while that is faster"
     print(f"drafts: {methods}{when}" if methods else "no drafts", flush=True)
     serve(app, listener, options.server, running)
-    return Exit.GOOD
 
 
 def _announce(model: str, listener: socket) -> None:

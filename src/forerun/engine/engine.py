@@ -46,7 +46,7 @@ from forerun.engine.results import (
     StreamChunk,
 )
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Sequence, output_of
+from forerun.engine.sequence import DraftState, Sequence, output_of
 from forerun.engine.step import Stepper
 from forerun.errors import EngineBusy, EngineStopped, InvalidRequest, NumericalError
 from forerun.models.base import LanguageModel
@@ -170,19 +170,6 @@ class Engine:
         self.target = target
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
-        self.drafter = drafter
-        check_controller(controller)
-        k = self.config.num_speculative_tokens
-        for method, each in ({} if drafter is None else drafter.by_method()).items():
-            if (most := each.max_k) is not None and k > most:
-                raise InvalidRequest(
-                    f"num_speculative_tokens is {k}, but this {method} draft proposes at most "
-                    f"{most} tokens per step: give num_speculative_tokens={most} (--k {most}; in "
-                    f"bench DRAFT@{most})"
-                )
-        self.controller = controller or default_controller(
-            self.config, drafter, costs or {}, target
-        )
         self.observers = list(observers)
         self.scheduler = Scheduler(self.config)
         self.intake = Intake(
@@ -192,14 +179,7 @@ class Engine:
             config=self.config,
             defaults=defaults or {},
         )
-        self.stepper = Stepper(
-            target=target,
-            drafter=None if drafter is None else GuardedDrafter(drafter, target.vocab_size),
-            controller=self.controller,
-            scheduler=self.scheduler,
-            config=self.config,
-            observers=self.observers,
-        )
+        self._draft_with(drafter, controller, costs or {})
         self._guard = EngineGuard()
         self._requests: dict[str, list[Sequence]] = {}
         self._keys: set[str] = set()
@@ -210,7 +190,65 @@ class Engine:
         self._next_deadline_s = math.inf
         self._next_return = STEPS_BETWEEN_RETURNS
         self._damage: BaseException | None = None
-        check_features(self.stepper.feature_layers, target)
+
+    def _draft_with(
+        self,
+        drafter: Drafter | None,
+        controller: Controller | None,
+        costs: Mapping[str, CostSource],
+    ) -> None:
+        """Set the drafter and all that depends on it."""
+        check_controller(controller)
+        k, target = self.config.num_speculative_tokens, self.target
+        for method, each in ({} if drafter is None else drafter.by_method()).items():
+            if (most := each.max_k) is not None and k > most:
+                raise InvalidRequest(
+                    f"num_speculative_tokens is {k}, but this {method} draft proposes at most "
+                    f"{most} tokens per step: give num_speculative_tokens={most} (--k {most}; in "
+                    f"bench DRAFT@{most})"
+                )
+        controller = controller or default_controller(self.config, drafter, costs, target)
+        stepper = Stepper(
+            target=target,
+            drafter=None if drafter is None else GuardedDrafter(drafter, target.vocab_size),
+            controller=controller,
+            scheduler=self.scheduler,
+            config=self.config,
+            observers=self.observers,
+        )
+        check_features(stepper.feature_layers, target)
+        self.drafter, self.controller, self.stepper = drafter, controller, stepper
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Draft with another drafter from the next step on; running requests go on with it.
+
+        No text depends on when it comes: it is verified like the one before. The controller learns
+        anew what drafting costs.
+
+        Raises:
+            InvalidRequest: it reads other layers of the target than the one before, whose features
+                running requests do not have, or drafts fewer tokens than K.
+        """
+        with self._guard:
+            self._check_whole()
+            before = self.stepper
+            self.check_layers(drafter)
+            self._draft_with(drafter, None, {})
+            for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+                if before.drafter is not None:
+                    before.drafter.forget(sequence)
+                sequence.draft = DraftState()
+            for name in ("cycle_id", "num_drafted", "num_accepted", "num_emitted"):
+                setattr(self.stepper, name, getattr(before, name))
+
+    def check_layers(self, drafter: Drafter) -> None:
+        """Refuse a drafter that reads other layers than the present one (InvalidRequest)."""
+        kept, wanted = self.stepper.feature_layers, drafter.required_features
+        if wanted != kept or drafter.required_top_k:
+            raise InvalidRequest(
+                f"this {drafter.method} draft reads the layers {wanted} of the target, the present "
+                f"draft {kept}: it can take over only where both read the same"
+            )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise an error, because an engine cannot be copied or pickled."""

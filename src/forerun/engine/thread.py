@@ -13,8 +13,10 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from forerun.engine.config import RequestTerms
 from forerun.engine.engine import Engine
@@ -31,6 +33,9 @@ from forerun.sampling.config import SamplingParams
 from forerun.sampling.history import TokenMask
 
 Call = Callable[[], None]
+ResultT = TypeVar("ResultT")
+CALL_CHECK_S = 1.0
+"""Seconds after which one who waits for a call looks whether the engine still runs."""
 
 
 class Ticket:
@@ -148,6 +153,13 @@ def _waker(ready: asyncio.Event) -> Callable[[], None]:
     return wake
 
 
+def _answer(answer: Future[ResultT], action: Callable[[Engine], ResultT], engine: Engine) -> None:
+    try:
+        answer.set_result(action(engine))
+    except Exception as error:  # noqa: BLE001 - the caller raises it
+        answer.set_exception(error)
+
+
 class EngineThread:
     """Runs an engine on its own thread; the engine must not be used directly meanwhile.
 
@@ -262,6 +274,26 @@ class EngineThread:
             self._inbox.put(partial(self._enlist, ticket, its_samples))
         return tickets
 
+    def call(self, action: Callable[[Engine], ResultT]) -> ResultT:
+        """Call a function with the engine between two steps, and return what it returns.
+
+        Requests wait meanwhile. What the function raises is raised here, and the engine goes on.
+
+        Raises:
+            EngineStopped: the engine is closed, was not started, or an error ended it.
+        """
+        self._check_process()
+        self.check_running()
+        answer = Future[ResultT]()
+        self._inbox.put(partial(_answer, answer, action, self.engine))
+        while True:
+            try:
+                return answer.result(CALL_CHECK_S)
+            except TimeoutError:
+                if answer.done():  # the function raised it
+                    raise
+                self.check_running()
+
     @property
     def is_full(self) -> bool:
         """Whether one more sequence would be refused."""
@@ -279,6 +311,11 @@ class EngineThread:
     def failure(self) -> BaseException | None:
         """The error that ended the engine's thread; None if there was none."""
         return self._cause
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine was started and has not ended."""
+        return self._is_open
 
     def check_running(self) -> None:
         """Raise EngineStopped if the engine was closed, not started, or ended by an error."""

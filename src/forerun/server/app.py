@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -46,6 +46,18 @@ from forerun.server.protocol import (
 )
 from forerun.server.responses import ResponsesAnswer, ResponsesChat
 from forerun.server.tool_calls import ToolFormat, chosen_format, forced
+
+
+@runtime_checkable
+class Collector(Protocol):
+    """Keeps texts of requests that may be trained on; it is called from several threads."""
+
+    def put(self, request_id: str, tenant: str, output: RequestOutput) -> None:
+        """Note a finished request, without waiting."""
+
+    def delete(self, request_id: str, tenant: str) -> int:
+        """Delete what was kept of a request; returns how many texts there were."""
+
 
 END = None
 """Queued after the last chunk of a ticket."""
@@ -247,6 +259,7 @@ class ServerState:
     metrics: ServerMetrics
     view: LiveView
     started_at_s: float
+    collector: Collector | None = None
     large: Executor = field(default_factory=PacedExecutor)
     grammars: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "grammar"))
 
@@ -295,11 +308,13 @@ def create_app(
     config: ServerConfig | None = None,
     keys: Sequence[ApiKey] = (),
     diagnose: Diagnose | None = None,
+    collector: Collector | None = None,
 ) -> FastAPI:
     """Return the application over an engine, which is started and closed with it.
 
     `model` is the name that requests use for the target. Without `keys` none is needed. The page
-    has a diagnosis where `diagnose` makes one of its metrics.
+    has a diagnosis where `diagnose` makes one of its metrics. `collector` receives the texts of
+    requests that consent to it.
     """
     config = config or ServerConfig()
     template = engine.engine.tokenizer.definition.chat_template
@@ -325,6 +340,7 @@ def create_app(
         metrics=metrics,
         view=view,
         started_at_s=time.time(),
+        collector=collector,
     )
     protect(app, config, keys, server.metrics.responded)
     for kind in (ForerunError, HTTPException):
@@ -334,6 +350,8 @@ def create_app(
     app.include_router(page_router(view))
     if diagnose is not None:
         _add_questions(app, view)
+    if collector is not None:
+        _add_deletion(app, collector)
     return app
 
 
@@ -379,6 +397,20 @@ def _add_questions(app: FastAPI, view: LiveView) -> None:
         return Response(found, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
+def _add_deletion(app: FastAPI, collector: Collector) -> None:
+    """Add the route that deletes stored texts, as OpenAI's API has it."""
+
+    @app.delete("/v1/responses/{name}")
+    @app.delete("/v1/completions/{name}")
+    @app.delete("/v1/chat/completions/{name}")
+    async def delete(name: str, request: Request) -> dict[str, Any]:
+        """Delete the texts of a response of the same tenant."""
+        own_id, tenant = name.replace("_", "-").rpartition("-")[2], request.state.key.tenant
+        if not await asyncio.to_thread(collector.delete, own_id, tenant):
+            raise HTTPException(404, f"no text of a response {name!r:.200} is stored")
+        return {"id": name, "deleted": True}
+
+
 async def _generate(
     request: Request,
     read: Callable[[Any], GenerationRequest],
@@ -392,14 +424,18 @@ async def _generate(
     generation = await Generation.begin(
         partial(server.submit, body, key), body.n, server.grammars if body.has_grammar else slow
     )
+    response_id = uuid.uuid4().hex
     answer = answer_kind(
-        uuid.uuid4().hex,
+        response_id,
         server.model,
         body,
         server.engine.engine.tokenizer,
         server.tool_format,
         [ticket.num_prompt_tokens for ticket in generation.tickets],
     )
+    collector = server.collector if body.may_be_stored(key.collect) else None
+    if body.store is not None and server.collector is None:
+        body.ignored = tuple(sorted((*body.ignored, "store")))
     ignored = {"x-forerun-ignored": ", ".join(body.ignored)} if body.ignored else {}
 
     def close() -> None:
@@ -410,6 +446,8 @@ async def _generate(
             server.metrics.aborted(len(generation.tickets) * body.n)
         for output in generation.finished:
             server.metrics.finished(output)
+            if collector is not None:
+                collector.put(response_id, key.tenant, output)
         generation.close()
 
     if body.stream:

@@ -46,6 +46,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         max_concurrent: requests that may be worked on at once.
         max_tokens: output tokens of a request, all its choices together.
         priority: the most urgent (lowest) priority that a request may ask for.
+        collect: whether texts of requests that say nothing of `store` may be kept for training.
     """
 
     tenant: Annotated[str, Meta(min_length=1)]
@@ -54,6 +55,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] = 0
+    collect: bool = False
 
     def check(self, priority: int, num_choices: int, max_tokens: int | None) -> None:
         """Refuse a request that exceeds the limits of its key; raises InvalidRequest.

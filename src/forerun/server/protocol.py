@@ -39,7 +39,7 @@ SAME_NAMES = (
 IGNORED = frozenset(
     "add_generation_prompt continue_final_message include_reasoning modalities "
     "parallel_tool_calls prompt_cache_key prompt_cache_retention reasoning_effort request_id "
-    "safety_identifier service_tier skip_special_tokens spaces_between_special_tokens store "
+    "safety_identifier service_tier skip_special_tokens spaces_between_special_tokens "
     "truncate_prompt_tokens verbosity".split()
 )
 """Fields of OpenAI's and vLLM's requests that client libraries send and that change no token here.
@@ -180,6 +180,7 @@ class GenerationFields(Body):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     best_of: int | None = None
+    store: bool | None = None
 
     @model_validator(mode="after")
     def _check_best_of(self) -> GenerationFields:
@@ -211,6 +212,10 @@ class GenerationRequest(GenerationFields):
     def forced_tools(self) -> list[dict[str, Any]]:
         """The tools of which the answer has to call one; empty where it may be text."""
         return []
+
+    def may_be_stored(self, is_usual: bool) -> bool:
+        """Whether the texts may be kept for training; `is_usual` is what the key says of it."""
+        return is_usual if self.store is None else self.store
 
     @property
     def has_grammar(self) -> bool:

@@ -9,7 +9,7 @@ from typing import IO, Any, TypeAlias
 import msgspec
 
 from forerun.errors import InvalidRequest, UnreadableInput
-from forerun.record_file import RecordFile
+from forerun.record_file import RecordFile, lock_run_folder
 from forerun.tune.arms import Load
 from forerun.tune.load import LoadBlock
 
@@ -96,7 +96,7 @@ class RunState:
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _lock_folder(self.folder)
+            self._lock = lock_run_folder(self.folder, "tune")
             self.records = self._load()
         except BaseException as error:
             self.__exit__()
@@ -144,19 +144,3 @@ class RunState:
                 "another folder with --out, or give those settings to go on"
             )
         return [record for record in found if not isinstance(record, Header)]
-
-
-def _lock_folder(folder: Path) -> IO[bytes]:
-    """Return an open file that keeps other runs out until it is closed, or its process ends."""
-    import fcntl  # not on Windows, where no server can be paused either
-
-    file = (folder / ".lock").open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise InvalidRequest(
-            f"another run of forerun tune uses {folder}; wait until it has ended, or name another "
-            "folder with --out"
-        ) from error
-    return file
