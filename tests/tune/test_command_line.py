@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.client.urls import hide_keys, hide_words
+from forerun.client.urls import hide_keys, hide_printed_keys
 from forerun.errors import InvalidRequest
 from forerun.tune.arms import Arm, Speculation
 from forerun.tune.command_line import DIALECTS, parse_command, plan_arms, show_command
@@ -331,7 +331,7 @@ def test_secrets_of_a_command_are_hidden(command: str, shown: str) -> None:
 @given(st.lists(st.text(max_size=6) | st.sampled_from(["--api-key", "A_KEY=x y", "--token=z'12"])))
 def test_hiding_keeps_every_word_in_its_place(words: list[str]) -> None:
     assert len(shlex.split(hide_keys(shlex.join(words)))) == len(words)
-    shown = hide_words("it says x yz and z'12", ["A_KEY=x yz", *words, "--token=z'12"])
+    shown = hide_printed_keys("it says x yz and z'12", ["A_KEY=x yz", *words, "--token=z'12"])
     assert "x yz" not in shown and "z'12" not in shown
 
 

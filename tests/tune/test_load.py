@@ -154,7 +154,7 @@ def test_a_prompt_that_is_left_out_is_dealt_no_more():
     deck = PromptDeck(named(9), 1, left_out=["p.jsonl:1"])
     assert deck.deal(LOAD, 0, 3) == ["p0", "p2", "p4"]
     assert deck.deal(LOAD, 0, 3, is_final=True)[:2] == ["p3", "p7"]
-    with pytest.raises(InvalidRequest, match="takes no prompt"):
+    with pytest.raises(InvalidRequest, match="refuses all prompts"):
         PromptDeck(named(9), 1, left_out=["p.jsonl:3", "p.jsonl:7"])
 
 

@@ -1,4 +1,4 @@
-"""What hides secrets in messages, logs and reports: in URLs, and in the commands of servers."""
+"""Hides secrets in messages, logs and reports: those in URLs and in the commands of servers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from forerun.errors import InvalidRequest
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]*", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"([a-z][a-z0-9+.-]*:/{1,2})[^\s/]*@", re.IGNORECASE)
-_SHORTEST_SECRET = 3
-"""So short a text may stand anywhere."""
+_SHORTEST_SECRET = 4
+"""Characters below which a value is not hidden in a log: it may be a part of any word."""
 _QUERY = re.compile(r"(://[^\s?'\"]*\?)[^\s'\"]+")
 _WORD = re.compile(r"""(?:'[^']*'?|"(?:\\.|[^"\\])*"?|\\[^\n]|[^\s'"\\])+""", re.DOTALL)
 """A word of a command line as it was typed, quotes included."""
@@ -82,20 +82,20 @@ def hide_keys(command: str) -> str:
 
     An API key may be several words (vLLM), so that all words up to the next flag are hidden.
     """
-    num_hidden = 0
+    num_left = 0  # words still to hide
 
     def hide(found: re.Match[str]) -> str:
-        nonlocal num_hidden
+        nonlocal num_left
         word = re.sub(r"['\"\\]", "", found[0]).strip()
         name, mark, value = word.partition("=")
         is_flag = word.startswith("-")
-        if num_hidden and word and not is_flag:
-            num_hidden -= 1
+        if num_left and word and not is_flag:
+            num_left -= 1
             return "..."
         is_secret = _SECRET.fullmatch(name) is not None
         if word:
             most = len(command) if name[-7:] in ("api-key", "api_key") else 1
-            num_hidden = most if is_secret and is_flag and not mark else 0
+            num_left = most if is_secret and is_flag and not mark else 0
         if is_secret and value:
             return f"{name}=..."
         return _QUERY.sub(r"\1...", hide_credentials(found[0]))
@@ -103,10 +103,10 @@ def hide_keys(command: str) -> str:
     return _WORD.sub(hide, command)
 
 
-def hide_words(text: str, command: Sequence[str]) -> str:
-    """Return what a program printed without the secrets in the words of its command."""
+def hide_printed_keys(text: str, command: Sequence[str]) -> str:
+    """Return what a program printed, with "..." for the secrets of its command."""
     for word, shown in zip(command, shlex.split(hide_keys(shlex.join(command))), strict=True):
         secret = word if shown == "..." else word.partition("=")[2]
-        if shown.endswith("...") and len(secret) > _SHORTEST_SECRET:
+        if shown.endswith("...") and len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "...")
     return text

@@ -20,7 +20,7 @@ MAX_CHANGES = 3
 
 
 class PageDiagnosis:
-    """Diagnoses the metrics of a server that counts as ours does: call it with its page's text."""
+    """Diagnoses a server of forerun or vLLM when it is called with the text of its metrics."""
 
     def __init__(self, engine: str = "forerun") -> None:
         self.engine = engine

@@ -17,12 +17,7 @@ import forerun
 from forerun.engine.observing import ObservedStep
 from forerun.engine.sequence import Sequence
 from forerun.models.tokenizers import Detokenizer, Tokenizer
-from forerun.server.live_page import (
-    Diagnose,
-    Json,
-    LivePage,
-    describe_speedup,
-)
+from forerun.server.live_page import Diagnose, Json, LivePage, describe_speedup
 from forerun.server.metrics import LABELS, ServerMetrics
 from forerun.theory.acceptance import AcceptanceCounts
 from forerun.theory.record import StepRecord

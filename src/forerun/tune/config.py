@@ -30,7 +30,7 @@ class TuneConfig:
             recommends without one, and says so.
         one_at_a_time: whether at most one server runs; None decides by the memory of the first.
         ready_s: seconds after which a server that answers nothing is given up.
-        hang_s: seconds without an event after which a server counts as hung, or fewer by the time.
+        hang_s: seconds without an event after which a server counts as hung; fewer near the end.
         prompts: file or folder of prompts; None takes the shipped ones.
         acceptance_length: tokens per step that drafts have by chance; None: as they are accepted.
             With it texts are wrong, and nothing is recommended.

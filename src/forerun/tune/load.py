@@ -40,7 +40,7 @@ class RefusedPrompt(InvalidRequest):
 
 
 def list_prompts(path: Path | None, *, is_chat: bool) -> dict[str, Prompt]:
-    """Return prompts of a file or folder, or the shipped ones, by where they are.
+    """Return prompts of a file or folder, or the shipped ones, by name.
 
     Args:
         is_chat: whether texts are sent as messages of a user. Without it a conversation is refused.
@@ -104,7 +104,7 @@ class PromptDeck:
             if name not in left_out:
                 self._names[number % LEAST_PROMPTS == 0].append(name)
         if not all(self._names.values()):
-            raise InvalidRequest("the server takes no prompt of those that choose or confirm")
+            raise InvalidRequest("the server refuses all prompts that choose or all that confirm")
         self._prompts, self._run, self._marks_all = prompts, run, marks_all
         self._dealt: dict[tuple[Load, int, bool], list[tuple[str, Prompt]]] = {}
         self._places = {False: 0, True: 0}

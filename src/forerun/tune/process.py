@@ -25,7 +25,7 @@ import psutil
 
 from forerun.bounded_read import parse_json
 from forerun.client.door import KEY_HINT, UNAUTHORIZED, Door, answer_deadline, authorization
-from forerun.client.urls import hide_urls, hide_words
+from forerun.client.urls import hide_printed_keys, hide_urls
 from forerun.errors import ServerUnavailable, UnreadableInput
 from forerun.terminal_text import printable
 from forerun.tune import supervisor
@@ -125,7 +125,7 @@ class ServerProcess:
             ServerFailed: its port is in use, or its program or log cannot be opened.
         """
         environment = {**os.environ, **self.arm.environment}
-        beside = os.path.dirname(sys.executable)  # forerun's own place, which need not be activated
+        beside = os.path.dirname(sys.executable)  # forerun's environment may not be activated
         environment["PATH"] = f"{environment.get('PATH') or os.defpath}{os.pathsep}{beside}"
         self._failure = None
         if shutil.which(self.arm.command[0], path=environment["PATH"]) is None:
@@ -299,7 +299,7 @@ class ServerProcess:
             with self.log.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
                 text = file.read(_TAIL_BYTES).decode(errors="replace")
-                return hide_words(text, self.arm.words)
+                return hide_printed_keys(text, self.arm.words)
         except OSError:
             return ""
 

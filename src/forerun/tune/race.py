@@ -24,7 +24,7 @@ from forerun.tune.arms import NONE, Load
 LEAST_BLOCKS = 3
 """Blocks of every arm before one is given up as slower."""
 LEAST_STARTS = 2
-"""Starts of every server before the same, where each has several blocks."""
+"""Starts of every server before then, where servers run one at a time."""
 LEVEL = 0.02
 """Probability with which one round gives up the fastest arm, at most; shared by all its rivals.
 

@@ -47,11 +47,10 @@ RACE_SHARES = (0.4, 0.7)
 CONFIRM_BLOCKS, CONFIRM_STARTS = 8, 4
 """Most blocks of the chosen arm and of the baseline on prompts that had no part in the choice, and
 most starts of their servers, where these run one at a time."""
-SLACK = 0.1
+OVERTIME_SHARE = 0.1
 """Share of the minutes that the confirmation, and then the audit, may take beyond them."""
-LEAST_S = 10.0
-"""Least seconds for the start of a server, and for an answer, which may take a quarter of the time
-that is left, or twice as long as the slowest one."""
+LEAST_LIMIT_S = 10.0
+"""Seconds that a start, an answer or an audit may take, however little time is left."""
 WARM_UP_TOKENS = 16
 BLOCKS_PER_START = 3
 """Blocks of an arm before the next one starts, where servers run one at a time."""
@@ -205,7 +204,7 @@ class Tuner:
 
     def _find_choosing_s(self) -> float:
         """Return the seconds that are left to choose; the others confirm and audit."""
-        pair = (self.race.baseline, self.race.baseline)
+        pair = (self.race.baseline, self.race.baseline)  # what will be confirmed is not known yet
         kept_s = sum(self._plan_units(load, pair)[2] for load in self._list_undecided())
         least_s, most_s = (
             60.0 * (1.0 - share) * self.config.minutes for share in RACE_SHARES[::-1]
@@ -223,7 +222,7 @@ class Tuner:
         units: dict[Load, int] = {}
         unknown_s = math.inf if name == self.race.baseline else 0.0
         usual_s = 3.0 * max(self.fleet.start_s.values(), default=unknown_s)
-        limit_s = max(LEAST_S, usual_s, self._find_seconds_left() / 2.0)
+        limit_s = max(LEAST_LIMIT_S, usual_s, self._find_seconds_left() / 2.0)
         self.fleet.ready_s = min(self.config.ready_s, limit_s)
         if self.fleet.one_at_a_time:
             self.fleet.stop(name)  # these blocks are of a start of their own
@@ -306,7 +305,7 @@ class Tuner:
         """Return a client with new connections: a paused server has closed its old ones."""
         blocks = (block for every in self._blocks.values() for block in every)
         slowest_s = max((a.total_s for block in blocks for a in block.answers), default=0.0)
-        limit_s = round(max(LEAST_S, 2.0 * slowest_s, self._find_seconds_left() / 4.0))
+        limit_s = round(max(LEAST_LIMIT_S, 2.0 * slowest_s, self._find_seconds_left() / 4.0))
         return MeasuredServer(
             ClientConfig(
                 url=arm.url,
@@ -416,15 +415,15 @@ class Tuner:
             walls = [block.wall_s for block in self._blocks.get((name, load, False), ())]
             unit_s += size * fmean(walls) if walls else 0.0
             unit_s += self.fleet.start_s.get(name, 0.0) if is_alone else 0.0
-        left_s = self._find_load_s()
+        left_s = self._find_confirming_s()
         fitting = int(left_s / 2.0 / unit_s) if unit_s else most
         num_units = max(least, min(most, fitting)) if least * unit_s <= left_s else 0
         return num_units, size, least * unit_s
 
-    def _find_load_s(self) -> float:
+    def _find_confirming_s(self) -> float:
         """Return the seconds that are left to confirm and audit at one load."""
-        slack_s = 60.0 * SLACK * self.config.minutes / len(self.config.loads)
-        return self._find_seconds_left() / len(self._list_undecided()) + slack_s
+        overtime_s = 60.0 * OVERTIME_SHARE * self.config.minutes / len(self.config.loads)
+        return self._find_seconds_left() / len(self._list_undecided()) + overtime_s
 
     def _check(self, name: str) -> ExactnessCheck:
         """Audit the text of an arm once, for all loads."""
@@ -435,7 +434,7 @@ class Tuner:
                     running[name],
                     running.get(self.race.baseline),
                     self.config,
-                    max(LEAST_S, self._find_load_s()),
+                    max(LEAST_LIMIT_S, self._find_confirming_s()),
                     self.notify,
                 )
             is_over = self._checks[name].sentence != TOO_SHORT  # else the next run audits it again

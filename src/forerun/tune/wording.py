@@ -115,7 +115,7 @@ def _describe_gain(report: TuneReport, result: LoadResult) -> str:
         verb = "was" if num_left == 1 else "were"
         more = f"; {num_left} {verb} given up for lack of time: give more --minutes"
         if not num_left:
-            more = "".join(_describe_undecided(baseline, result))
+            more = _describe_undecided(baseline, result)
         return f"no setting is shown to be faster than {baseline}{more}."
     shown = result.confirmed
     gain = "" if shown is None else f" {shown.estimate:.2f} times ({shown.show_ends()})"
@@ -126,12 +126,13 @@ def _describe_gain(report: TuneReport, result: LoadResult) -> str:
     )
 
 
-def _describe_undecided(baseline: str, result: LoadResult) -> Iterator[str]:
-    """Yield the fastest setting, if it may be faster than the baseline."""
+def _describe_undecided(baseline: str, result: LoadResult) -> str:
+    """Return the fastest setting, if it may be faster than the baseline; else nothing."""
     best = next((a for a in result.arms if a.reason is None and a.arm != baseline), None)
-    if best is not None and best.speedup is not None and best.speedup.estimate >= LEAST_GAIN:
-        shown = _show(best.speedup, ".2f", " ")
-        yield f"; {best.arm} may be, at {shown} times its speed: give more --minutes"
+    if best is None or best.speedup is None or best.speedup.estimate < LEAST_GAIN:
+        return ""
+    shown = _show(best.speedup, ".2f", " ")
+    return f"; {best.arm} may be, at {shown} times its speed: give more --minutes"
 
 
 def _describe_check(result: LoadResult) -> str:

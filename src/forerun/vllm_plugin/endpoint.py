@@ -29,7 +29,7 @@ MAX_ANSWERS = 200
 
 
 class ForerunEndpoint:
-    """vLLM attaches it before its engine is known to the application, and gives the engine then."""
+    """The live page below `ROOT` of vLLM's server: mounted first, then given the engine."""
 
     name = "forerun"
     required_tasks = ("generate",)
@@ -60,7 +60,7 @@ class ForerunEndpoint:
 
 
 def create_page(observer: VllmObserver, keys: Sequence[str]) -> ASGIApp:
-    """Return the page, its figures and all metrics, for those who have a key of vLLM."""
+    """Return the application of the page and all metrics; figures need one of these keys."""
     app = FastAPI(openapi_url=None)
     app.add_exception_handler(ForerunError, response_for)
 

@@ -45,7 +45,7 @@ class VllmObserver(LivePage):
     """Counts steps, watches them and makes the snapshots of the page, from any thread.
 
     Counters are of the whole life of the server; `registry`, which is vLLM's, gets those that vLLM
-    itself has not. `config` is a VllmConfig.
+    itself does not have. `config` is a VllmConfig.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class VllmObserver(LivePage):
         registry.register(self)
 
     def _begin(self, second: int) -> None:
-        """Begin the sums of a second, which cost less than counting every step by itself."""
+        """Begin the sums of a second; they cost less than counting every step by itself."""
         self._second = second
         self._drafted: Sequence[int] = ()
         self._accepted: Sequence[int] = ()
@@ -88,10 +88,12 @@ class VllmObserver(LivePage):
 
     # ------------------------------------------------------------------------ on vLLM's event loop
 
-    def record(self, scheduler: Any, iteration: Any, engine: int = 0) -> None:
-        """Queue the statistics of a step, which vLLM changes no more."""
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, *_: Any, engine_idx: int = 0, **__: Any
+    ) -> None:
+        """Queue the statistics of a step, which vLLM does not change afterwards."""
         if self.failure is None:
-            self._queue.append((self.clock(), scheduler, iteration, engine))
+            self._queue.append((self.clock(), scheduler_stats, iteration_stats, engine_idx))
 
     # ------------------------------------------------------------------------- on the other threads
 

@@ -32,18 +32,11 @@ class ForerunStatLogger(AggregateStatLoggerBase):  # type: ignore[misc]  # vLLM 
 
     def record(self, *given: Any, **named: Any) -> None:
         """Queue the statistics of a step."""
-        if self.observer is None:
-            return
-        try:
-            self._record(*given, **named)
-        except TypeError as error:
-            self.observer.fail(error)
-
-    def _record(
-        self, scheduler_stats: Any, iteration_stats: Any, *_: Any, engine_idx: int = 0, **__: Any
-    ) -> None:
-        assert self.observer is not None
-        self.observer.record(scheduler_stats, iteration_stats, engine_idx)
+        if self.observer is not None:
+            try:
+                self.observer.record(*given, **named)
+            except TypeError as error:
+                self.observer.fail(error)
 
     def log_engine_initialized(self) -> None:
         """Begin to count."""

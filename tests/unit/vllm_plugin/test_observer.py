@@ -21,7 +21,7 @@ OUTCOMES = [(3, 3), (3, 0), (2, 1), (1, 1), (3, 2)]
 
 def record(observer: VllmObserver, *steps, engine: int = 0) -> None:
     for step in steps:
-        observer.record(*step, engine)
+        observer.record(*step, engine_idx=engine)
 
 
 def samples_of(observer: VllmObserver) -> dict[tuple[str, ...], float]:

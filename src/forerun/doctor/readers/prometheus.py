@@ -125,7 +125,7 @@ class PrometheusText(LineReader):
 
     def _name(self, name: str) -> None:
         for prefix in PREFIXES:
-            # Another engine has some of our own metrics where forerun is its plug-in.
+            # vLLM with forerun's plug-in has others of our own metrics, but not this one.
             known = CYCLE_SECONDS if prefix == OWN else prefix
             if name.startswith(known) and self.kind != NAMES[OWN]:
                 self.kind = NAMES[prefix]
