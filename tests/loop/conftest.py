@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.conftest import STEP_TIMES
 from tests.system.conftest import byte_tokenizer, save_model
 
+from forerun.engine import shadow, step
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.thread import AsyncEngine
@@ -25,6 +27,30 @@ from forerun.server.metrics import StepTotals
 
 K = 3
 PROMPTS = [f"def f{n}(left, right):" for n in range(12)]
+
+
+@dataclass
+class TrialClock:
+    """Stands for the clock of a draft on trial, which every reading moves on by `tick_s`.
+
+    A draft is timed by two readings, so that it takes as long as one of a step with fixed times.
+    """
+
+    tick_s: float = STEP_TIMES[0]
+    now_s: float = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def trial_clock(monkeypatch) -> TrialClock:
+    """Give steps of the kernels and drafts on trial fixed times too."""
+    clock = TrialClock()
+    monkeypatch.setattr(shadow, "time", clock)
+    monkeypatch.setattr(step.CycleClock, "durations", lambda _: STEP_TIMES)
+    return clock
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from tests.loop.conftest import PROMPTS, load, params, traffic
 
 from forerun.loop.journal import Record
 
-pytestmark = [pytest.mark.measured_times, pytest.mark.usefixtures("unchecked")]
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +62,14 @@ def test_a_draft_that_is_slower_after_all_is_rolled_back(drafts, open_loop, plai
     assert all(texts == {plain[key]} for key, texts in asking.texts.items())
 
 
-def test_a_swap_takes_no_time_between_steps(drafts, open_loop):
+def test_a_swap_loses_no_request(drafts, open_loop):
     """The draft is loaded before, so that requests wait for nothing but the exchange."""
     loop, running = open_loop(drafts.near, drafts.near)
     other = loop._load(str(drafts.far))
-    with traffic(running):
-        began_s = time.monotonic()
+    with traffic(running) as asking:
         running.call(lambda engine: engine.use_drafter(other))
-        assert time.monotonic() - began_s < 1.0
     assert running.engine.drafter is other
+    assert asking.num_answered == asking.num_asked > 0
 
 
 def test_a_draft_that_is_gone_before_its_promotion_changes_nothing(drafts, open_loop, tmp_path):
