@@ -44,7 +44,8 @@ def open_store(folder, **changes):
 
 def stored(folder):
     paths = sorted(folder.glob("*.parquet"))
-    return [row for path in paths for row in loop_store._read_rows(path)]
+    rows = [row for path in paths for row in loop_store._read_rows(path)]
+    return [row for row in rows if row["token_ids"]]
 
 
 def test_texts_are_stored_once_and_found_again(tmp_path):
@@ -61,6 +62,19 @@ def test_texts_are_stored_once_and_found_again(tmp_path):
         store.put("f", "one", answer("3+3=", "6"))
     assert [r["request_id"] for r in stored(tmp_path)] == ["a", "c", "f"]
     assert store.count() == 3
+
+
+def test_a_text_is_deleted_by_every_request_that_had_it(tmp_path):
+    with open_store(tmp_path) as store:
+        for name in ("a", "b", "b"):
+            store.put(name, "one", answer("2+2=", "4"))
+        store.put("a", "two", answer("2+2=", "4"))
+    with open_store(tmp_path) as store:
+        assert store.delete("c", "one") == 0
+        assert store.delete("b", "one") == 1
+        assert store.delete("a", "one") == 0
+    assert [row["tenant"] for row in stored(tmp_path)] == ["two"]
+    assert store.count() == 1
 
 
 def test_the_oldest_of_a_tenant_give_way_at_its_quota(tmp_path, caplog):

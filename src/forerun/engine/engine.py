@@ -199,14 +199,9 @@ class Engine:
     ) -> None:
         """Set the drafter and all that depends on it."""
         check_controller(controller)
-        k, target = self.config.num_speculative_tokens, self.target
-        for method, each in ({} if drafter is None else drafter.by_method()).items():
-            if (most := each.max_k) is not None and k > most:
-                raise InvalidRequest(
-                    f"num_speculative_tokens is {k}, but this {method} draft proposes at most "
-                    f"{most} tokens per step: give num_speculative_tokens={most} (--k {most}; in "
-                    f"bench DRAFT@{most})"
-                )
+        target = self.target
+        if drafter is not None:
+            self._check_depth(drafter)
         controller = controller or default_controller(self.config, drafter, costs, target)
         stepper = Stepper(
             target=target,
@@ -232,7 +227,7 @@ class Engine:
         with self._guard:
             self._check_whole()
             before = self.stepper
-            self.check_layers(drafter)
+            self.check_drafter(drafter)
             self._draft_with(drafter, None, {})
             for sequence in (*self.scheduler.running, *self.scheduler.waiting):
                 if before.drafter is not None:
@@ -241,14 +236,25 @@ class Engine:
             for name in ("cycle_id", "num_drafted", "num_accepted", "num_emitted"):
                 setattr(self.stepper, name, getattr(before, name))
 
-    def check_layers(self, drafter: Drafter) -> None:
-        """Refuse a drafter that reads other layers than the present one (InvalidRequest)."""
+    def check_drafter(self, drafter: Drafter) -> None:
+        """Refuse a drafter that `use_drafter` would refuse (InvalidRequest)."""
+        self._check_depth(drafter)
         kept, wanted = self.stepper.feature_layers, drafter.required_features
         if wanted != kept or drafter.required_top_k:
             raise InvalidRequest(
                 f"this {drafter.method} draft reads the layers {wanted} of the target, the present "
                 f"draft {kept}: it can take over only where both read the same"
             )
+
+    def _check_depth(self, drafter: Drafter) -> None:
+        k = self.config.num_speculative_tokens
+        for method, each in drafter.by_method().items():
+            if (most := each.max_k) is not None and k > most:
+                raise InvalidRequest(
+                    f"num_speculative_tokens is {k}, but this {method} draft proposes at most "
+                    f"{most} tokens per step: give num_speculative_tokens={most} (--k {most}; in "
+                    f"bench DRAFT@{most})"
+                )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise an error, because an engine cannot be copied or pickled."""

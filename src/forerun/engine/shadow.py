@@ -149,7 +149,7 @@ class ShadowedSequence:
 class ShadowDraft:
     """An observer that tries a drafter on the requests of an engine; see the module.
 
-    The drafter reads the layers that the engine's store keeps (`Engine.check_layers`). After an
+    The drafter reads the layers that the engine's store keeps (`Engine.check_drafter`). After an
     error of it the observer does nothing more.
 
     Args:

@@ -43,7 +43,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: the draft in service from here on; 0 is that of the configuration.
         why: the reason, in a sentence.
-        at_s: Unix time, for readers; nothing is decided by it.
+        at_s: Unix time; texts collected since the last stage are counted from it.
         draft: folder of the draft that a training made; its version is that of its round.
     """
 

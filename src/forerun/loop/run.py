@@ -20,7 +20,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.loading import check_draft, load_drafter
 from forerun.engine.shadow import ShadowDraft
 from forerun.engine.thread import EngineThread
-from forerun.errors import EngineStopped, ForerunError, InvalidModel
+from forerun.errors import EngineStopped, ForerunError
 from forerun.loop.config import LoopConfig
 from forerun.loop.gain import Gain, measure_gain
 from forerun.loop.journal import Journal, Record, Stage, find_draft, find_next, find_previous
@@ -41,6 +41,10 @@ SETTLE_CONFIDENCE = 0.99
 
 class LoopStopped(Exception):
     """The loop is to end; the stage that is interrupted begins again with the next start."""
+
+
+class UnusableDraft(Exception):
+    """A draft that cannot be loaded beside the engine, and why."""
 
 
 class Loop:
@@ -137,7 +141,11 @@ class Loop:
                     >= self.config.min_texts
                 )
             )
-            self._write_texts(texts)
+            try:
+                self._write_texts(texts)
+            except (ForerunError, OSError) as error:
+                why = f"no texts could be written for a training: {error}"
+                return self._record(number, "train", why, is_good=False)
         drafter, source = self.running.engine.drafter, self.find_source(self._version)
         assert drafter is not None
         command = align_command(self.target, source, drafter.method, texts, out, self.config.train)
@@ -153,9 +161,7 @@ class Loop:
         """Try the trained draft on live requests; it is good if it is faster for certain."""
         try:
             candidate = self._load(self.find_source(number))
-        except EngineStopped:
-            raise
-        except (ForerunError, OSError) as error:
+        except UnusableDraft as error:
             return self._record(number, "shadow", f"it is refused: {error}", is_good=False)
         with self._try_drafter(candidate) as shadow:
             gain = None
@@ -173,7 +179,7 @@ class Loop:
         """Say that the tried draft is in service from here on."""
         try:
             self._candidate = self._candidate or self._load(self.find_source(number))
-        except (InvalidModel, OSError) as error:  # since it was tried
+        except UnusableDraft as error:  # since it was tried
             return self._record(number, "promote", f"it is gone: {error}", is_good=False)
         why = f"version {number} takes the place of version {self._version}"
         return self._record(number, "promote", why, version=number)
@@ -182,7 +188,11 @@ class Loop:
         """Try the former draft beside the promoted one, which is bad if the former is faster."""
         before = find_previous(self.journal.records)
         gain, is_good, num = None, True, self.config.settle_requests
-        with self._try_drafter(self._candidate or self._load(self.find_source(before))) as shadow:
+        try:
+            former = self._candidate or self._load(self.find_source(before))
+        except UnusableDraft as error:
+            return self._record(number, "settle", f"version {before} is gone: {error}")
+        with self._try_drafter(former) as shadow:
             self._candidate = shadow.drafter
             for look in range(1, SETTLE_LOOKS + 1):
                 if not self._await_requests(shadow, num * look // SETTLE_LOOKS):
@@ -236,13 +246,18 @@ class Loop:
                 shutil.copyfile(old, scratch / f"old{old.suffix}")
 
     def _load(self, source: str) -> Drafter:
-        """Load a draft beside the one in service; raises as `Engine.load`, and OSError."""
+        """Load a draft beside the one in service; raises UnusableDraft."""
         engine = self.running.engine
-        files = check_draft(source, self.target)
-        drafter = load_drafter(
-            files, engine.target, engine.tokenizer, dtype=self.dtype, config=engine.config
-        )
-        self.running.call(lambda engine: engine.check_layers(drafter))
+        try:
+            files = check_draft(source, self.target)
+            drafter = load_drafter(
+                files, engine.target, engine.tokenizer, dtype=self.dtype, config=engine.config
+            )
+            self.running.call(lambda engine: engine.check_drafter(drafter))
+        except EngineStopped:
+            raise
+        except (ForerunError, OSError) as error:
+            raise UnusableDraft(str(error)) from error
         return drafter
 
     @contextmanager

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, Full, Queue
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from forerun.atomic_write import UNFINISHED, atomic_write, remove
@@ -31,6 +32,9 @@ MAX_QUEUED = 4096
 MAX_ROWS = 1024
 """Rows of a file, about; small files are merged."""
 MAX_REQUEST_BYTES = 1 << 20
+ROW_BYTES = 128
+"""Counted for a row beside its texts."""
+NO_TEXT = MappingProxyType({"prompt": "", "response": "", "prompt_ids": [], "token_ids": []})
 DEFAULT_QUOTA = 64 << 20
 LIMITS = ReadLimits(max_bytes=1 << 30, max_seconds=600.0)
 
@@ -38,11 +42,12 @@ Row = dict[str, Any]
 
 
 class Entry(NamedTuple):
-    """What is remembered of a stored row."""
+    """What is remembered of a stored row; of requests with equal texts one row has the text."""
 
     request_id: str
     tenant: str
     digest: str
+    has_text: bool
     num_bytes: int
     at_s: float
     part: Path
@@ -111,23 +116,28 @@ class TrafficStore:
             self._say("busy", "texts come faster than they are written, and some are left out")
 
     def delete(self, request_id: str, tenant: str) -> int:
-        """Delete the texts of a request of a tenant from the disk; returns how many there were."""
+        """Delete the texts of a request of a tenant from the disk; returns how many there were.
+
+        A text that other requests of the tenant had too is deleted with their rows.
+        """
         with self._guard:
             self._flush()
-            found = [e for e in self._entries if (e.request_id, e.tenant) == (request_id, tenant)]
-            self._drop(found)
-            return len(found)
+            own = [e for e in self._entries if e.tenant == tenant]
+            digests = {e.digest for e in own if e.request_id == request_id}
+            self._drop([e for e in own if e.digest in digests])
+            return len(digests)
 
     def count(self, since_s: float = 0.0) -> int:
         """Return the number of texts stored since a Unix time."""
         with self._guard:
-            return sum(entry.at_s >= since_s for entry in self._entries)
+            return sum(entry.has_text and entry.at_s >= since_s for entry in self._entries)
 
     def export(self, path: Path, most: int) -> int:
         """Write the newest texts to a file that `forerun align` reads; returns how many."""
         with self._guard:
             self._flush()
-            rows = [row for part in self._list_parts() for row in _read_rows(part)][-most:]
+            rows = [row for part in self._list_parts() for row in _read_rows(part)]
+        rows = [row for row in rows if row["token_ids"]][-most:]
         _write_rows(rows, path)
         return len(rows)
 
@@ -143,6 +153,7 @@ class TrafficStore:
         with self._guard:
             rows: list[Row] = []
             known = set[tuple[str, str]]()
+            named = set[tuple[str, str, str]]()
             while True:
                 try:
                     request_id, tenant, at_s, output = self._queue.get_nowait()
@@ -150,11 +161,13 @@ class TrafficStore:
                     break
                 for row in self._build_rows(output):
                     key = tenant, row["digest"]
-                    if key not in self._digests and key not in known:
-                        known.add(key)
-                        rows.append(
-                            row | {"request_id": request_id, "tenant": tenant, "at_s": at_s}
-                        )
+                    if (*key, request_id) in named:
+                        continue
+                    named.add((*key, request_id))
+                    text = NO_TEXT if key in self._digests or key in known else {}
+                    known.add(key)
+                    about = {"request_id": request_id, "tenant": tenant, "at_s": at_s}
+                    rows.append({**row, **about, **text})
             if not rows:
                 return
             try:
@@ -193,46 +206,45 @@ class TrafficStore:
             before = _read_rows(part)
         _write_rows(before + rows, part)
         self._note(rows, part)
-        self.num_stored += len(rows)
+        self.num_stored += sum(bool(row["token_ids"]) for row in rows)
         self._enforce_quotas({row["tenant"] for row in rows})
 
     def _enforce_quotas(self, tenants: set[str]) -> None:
         """Delete the oldest texts of tenants that have more than their quota."""
-        dropped = []
+        dropped, num_bytes = [], self._bytes.copy()
         for entry in self._entries:
-            if entry.tenant in tenants and self._bytes[entry.tenant] > self.quota_bytes:
-                self._bytes[entry.tenant] -= entry.num_bytes
+            if entry.tenant in tenants and num_bytes[entry.tenant] > self.quota_bytes:
+                num_bytes[entry.tenant] -= entry.num_bytes
                 dropped.append(entry)
                 self._say(
                     f"quota of {entry.tenant}",
                     f"the texts of {entry.tenant} reach the quota of {self.quota_bytes} bytes: the "
                     "oldest give way to new ones",
                 )
-        for entry in dropped:
-            self._bytes[entry.tenant] += entry.num_bytes
         self._drop(dropped)
 
     def _drop(self, dropped: Sequence[Entry]) -> None:
         """Delete rows from their files."""
+        gone = {(e.tenant, e.digest, e.request_id) for e in dropped}
         for part in {entry.part for entry in dropped}:
-            gone = {(e.tenant, e.digest) for e in dropped if e.part == part}
-            kept = [row for row in _read_rows(part) if (row["tenant"], row["digest"]) not in gone]
+            kept = [row for row in _read_rows(part) if _find_key(row) not in gone]
             if kept:
                 _write_rows(kept, part)
             else:
                 part.unlink()
-            for entry in [e for e in self._entries if e.part == part]:
-                if (entry.tenant, entry.digest) in gone:
-                    self._entries.remove(entry)
-                    self._digests.discard((entry.tenant, entry.digest))
-                    self._bytes[entry.tenant] -= entry.num_bytes
+        self._entries = [e for e in self._entries if (e.tenant, e.digest, e.request_id) not in gone]
+        for entry in dropped:
+            self._bytes[entry.tenant] -= entry.num_bytes
+            if entry.has_text:
+                self._digests.discard((entry.tenant, entry.digest))
 
     def _note(self, rows: Sequence[Row], part: Path) -> None:
         for row in rows:
-            size = _count_bytes(row)
-            name, tenant, digest = row["request_id"], row["tenant"], row["digest"]
-            self._entries.append(Entry(name, tenant, digest, size, row["at_s"], part))
-            self._digests.add((tenant, digest))
+            size, has_text = _count_bytes(row), bool(row["token_ids"])
+            tenant, digest, name = _find_key(row)
+            self._entries.append(Entry(name, tenant, digest, has_text, size, row["at_s"], part))
+            if has_text:
+                self._digests.add((tenant, digest))
             self._bytes[tenant] += size
 
     def _list_parts(self) -> list[Path]:
@@ -245,10 +257,14 @@ class TrafficStore:
             logger.warning("%s", text)
 
 
+def _find_key(row: Row) -> tuple[str, str, str]:
+    return row["tenant"], row["digest"], row["request_id"]
+
+
 def _count_bytes(row: Row) -> int:
-    """Return the bytes that count for the quota: texts, and four per token."""
+    """Return the bytes that count for the quota: texts, four per token, and those of the row."""
     texts = len(row["prompt"].encode()) + len(row["response"].encode())
-    return texts + 4 * (len(row["prompt_ids"]) + len(row["token_ids"]))
+    return texts + 4 * (len(row["prompt_ids"]) + len(row["token_ids"])) + ROW_BYTES
 
 
 def _read_rows(part: Path) -> list[Row]:

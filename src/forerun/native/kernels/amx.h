@@ -29,7 +29,7 @@ inline bool may_use_tiles() {
 }
 
 // What this thread's tiles are configured for; 0 for nothing.
-static thread_local uint32_t tile_shape = 0;
+inline thread_local uint32_t tile_shape = 0;
 
 // Tiles 0 to 3 are sums of `num_rows` rows, 4 is words of their activations, 5 and 6 are words of weights.
 inline void shape_tiles(int num_rows, int num_words) {
