@@ -158,7 +158,7 @@ class Loop:
         return self._record(number, "train", f"{draft} was aligned from {source}", draft=draft)
 
     def try_candidate(self, number: int) -> Record:
-        """Try the trained draft on live requests; it is good if it is faster for certain."""
+        """Try the trained draft on live requests; it is good if the whole interval is above 0."""
         try:
             candidate = self._load(self.find_source(number))
         except UnusableDraft as error:
