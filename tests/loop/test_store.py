@@ -77,6 +77,14 @@ def test_a_text_is_deleted_by_every_request_that_had_it(tmp_path):
     assert store.count() == 1
 
 
+def test_many_long_texts_are_read_again(tmp_path):
+    ids = {"prompt_ids": [7] * 200_000, "token_ids": [1], "prompt": "", "response": ""}
+    about = {"digest": "d", "tenant": "one", "at_s": 0.0}
+    rows = [{**ids, **about, "request_id": str(number)} for number in range(12)]
+    loop_store._write_rows(rows, tmp_path / "0.parquet")
+    assert len(stored(tmp_path)) == 12
+
+
 def test_the_oldest_of_a_tenant_give_way_at_its_quota(tmp_path, caplog):
     with caplog.at_level(logging.WARNING), open_store(tmp_path, quota_bytes=1000) as store:
         store.put("other", "two", answer("q", "kept"))

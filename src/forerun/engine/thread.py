@@ -290,8 +290,8 @@ class EngineThread:
             try:
                 return answer.result(CALL_CHECK_S)
             except TimeoutError:
-                if answer.done():  # the function raised it
-                    raise
+                if answer.done():  # just now, or the function raised it
+                    return answer.result()
                 self.check_running()
 
     @property

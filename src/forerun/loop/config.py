@@ -67,7 +67,7 @@ def read_config(path: Path) -> LoopConfig:
     old = found.old_texts
     return msgspec.structs.replace(
         found,
-        folder=path.parent / found.folder,
+        folder=path.parent.resolve() / found.folder,
         old_texts=None if old is None else path.parent / old,
     )
 

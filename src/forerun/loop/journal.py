@@ -31,6 +31,7 @@ NEXT: Mapping[tuple[Stage, bool], Stage] = MappingProxyType(
         ("settle", True): "watch",
         ("settle", False): "roll_back",
         ("roll_back", True): "watch",
+        ("roll_back", False): "watch",
     }
 )
 """The stage after each, by whether it ended well."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.atomic_write import atomic_folder
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import FAILURES, Drafter
 from forerun.engine.engine import Engine
 from forerun.engine.loading import check_draft, load_drafter
 from forerun.engine.shadow import ShadowDraft
@@ -209,6 +209,11 @@ class Loop:
     def roll_back(self, number: int) -> Record:
         """Say that the draft before the promotion is in service again."""
         before = find_previous(self.journal.records)
+        try:
+            self._candidate = self._candidate or self._load(self.find_source(before))
+        except UnusableDraft as error:
+            why = f"version {before}, which is faster, is gone: {error}"
+            return self._record(number, "roll_back", why, is_good=False)
         why = f"version {before} is faster than version {number} on live requests, and is back"
         return self._record(number, "roll_back", why, version=before)
 
@@ -256,7 +261,7 @@ class Loop:
             self.running.call(lambda engine: engine.check_drafter(drafter))
         except EngineStopped:
             raise
-        except (ForerunError, OSError) as error:
+        except FAILURES as error:
             raise UnusableDraft(str(error)) from error
         return drafter
 

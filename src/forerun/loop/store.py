@@ -32,6 +32,8 @@ MAX_QUEUED = 4096
 MAX_ROWS = 1024
 """Rows of a file, about; small files are merged."""
 MAX_REQUEST_BYTES = 1 << 20
+GROUP_ROWS = 4
+"""Rows that are read at once: together not more values than a reader takes."""
 ROW_BYTES = 128
 """Counted for a row beside its texts."""
 NO_TEXT = MappingProxyType({"prompt": "", "response": "", "prompt_ids": [], "token_ids": []})
@@ -89,7 +91,8 @@ class TrafficStore:
         import pyarrow  # noqa: F401 (missing here, and not in the thread)
 
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.chmod(0o700)
             self._lock = lock_run_folder(self.folder, "serve --collect")
             for scratch in self.folder.glob(f"*{UNFINISHED}"):
                 remove(scratch)
@@ -173,7 +176,7 @@ class TrafficStore:
             try:
                 self._append(rows)
                 self._said.discard("disk")
-            except OSError as error:
+            except (OSError, UnreadableInput) as error:
                 self.num_left_out += len(rows)
                 self._say("disk", f"texts are not collected at present: {error}")
 
@@ -224,19 +227,24 @@ class TrafficStore:
         self._drop(dropped)
 
     def _drop(self, dropped: Sequence[Entry]) -> None:
-        """Delete rows from their files."""
-        gone = {(e.tenant, e.digest, e.request_id) for e in dropped}
-        for part in {entry.part for entry in dropped}:
+        """Delete rows from their files.
+
+        Files with texts come first: what is interrupted then can be asked for again.
+        """
+        with_texts = {entry.part for entry in dropped if entry.has_text}
+        for part in sorted({entry.part for entry in dropped}, key=lambda p: p not in with_texts):
+            own = [entry for entry in dropped if entry.part == part]
+            gone = {(e.tenant, e.digest, e.request_id) for e in own}
             kept = [row for row in _read_rows(part) if _find_key(row) not in gone]
             if kept:
                 _write_rows(kept, part)
             else:
                 part.unlink()
-        self._entries = [e for e in self._entries if (e.tenant, e.digest, e.request_id) not in gone]
-        for entry in dropped:
-            self._bytes[entry.tenant] -= entry.num_bytes
-            if entry.has_text:
-                self._digests.discard((entry.tenant, entry.digest))
+            self._entries = [e for e in self._entries if e not in own]
+            for entry in own:
+                self._bytes[entry.tenant] -= entry.num_bytes
+                if entry.has_text:
+                    self._digests.discard((entry.tenant, entry.digest))
 
     def _note(self, rows: Sequence[Row], part: Path) -> None:
         for row in rows:
@@ -281,6 +289,7 @@ def _write_rows(rows: Sequence[Row], path: Path) -> None:
     schema = pa.schema([*((name, pa.string()) for name in texts), *kinds.items()])
     try:
         with atomic_write(path) as scratch:
-            pq.write_table(pa.Table.from_pylist(list(rows), schema), scratch)
+            table = pa.Table.from_pylist(list(rows), schema)
+            pq.write_table(table, scratch, row_group_size=GROUP_ROWS)
     except pa.ArrowException as error:
         raise OSError(f"{path}: {first_line(error)}") from error

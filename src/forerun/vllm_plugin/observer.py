@@ -195,6 +195,13 @@ class VllmObserver(LivePage):
 
     def collect(self) -> list[Metric]:
         """Return the counters that vLLM does not have; none while the plug-in is off."""
+        try:
+            return self._build_families()
+        except Exception as error:  # noqa: BLE001  # vLLM's own metrics go on
+            self.fail(error)
+            return []
+
+    def _build_families(self) -> list[Metric]:
         with self._reading:
             self.drain()
             if self.failure is not None:

@@ -119,6 +119,7 @@ class CycleCalls:
         num_rows = len(members) + sum([member.num_drafted for member in members])
         first = self._fit_buffers(num_rows, len(members), depth, most)
         self._put_features()
+        asked.draft = asked.draft_store = None
         if batch.draft is not None:
             assert isinstance(batch.draft, KernelModel)
             self._put_draft(batch.draft, len(members) * depth if batch.is_drawn else 0)
