@@ -399,6 +399,7 @@ def _add_questions(app: FastAPI, view: LiveView) -> None:
 
 def _add_deletion(app: FastAPI, collector: Collector) -> None:
     """Add the route that deletes stored texts, as OpenAI's API has it."""
+    one_thread = ThreadPoolExecutor(1, "delete")  # which nothing else waits for
 
     @app.delete("/v1/responses/{name}")
     @app.delete("/v1/completions/{name}")
@@ -406,7 +407,8 @@ def _add_deletion(app: FastAPI, collector: Collector) -> None:
     async def delete(name: str, request: Request) -> dict[str, Any]:
         """Delete the texts of a response of the same tenant."""
         own_id, tenant = name.replace("_", "-").rpartition("-")[2], request.state.key.tenant
-        if not await asyncio.to_thread(collector.delete, own_id, tenant):
+        loop = asyncio.get_running_loop()
+        if not await loop.run_in_executor(one_thread, collector.delete, own_id, tenant):
             raise HTTPException(404, f"no text of a response {name!r:.200} is stored")
         return {"id": name, "deleted": True}
 

@@ -305,7 +305,7 @@ class Guard:
             return
         scope.setdefault("state", {})["key"] = key
         body = LimitedBody(receive, self.config)
-        if key is None or scope["method"] != "POST":
+        if key is None or scope["method"] not in ("POST", "DELETE"):
             await self.app(scope, body, send)
             return
         with self.keyring.admitted(key):
