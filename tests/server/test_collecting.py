@@ -53,7 +53,7 @@ def test_a_text_is_kept_only_where_the_request_says_so(kept):
         assert output.text == answer.json()["choices"][0]["text"]
         assert "x-forerun-ignored" not in answer.headers
         ask(client, store=True, stream=True)
-        assert len(kept.texts) == 2
+    assert len(kept.texts) == 2  # a stream may end before its text is kept
 
 
 def test_a_key_may_consent_for_requests_that_say_nothing(kept):

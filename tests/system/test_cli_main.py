@@ -77,6 +77,7 @@ NEEDED = {
     "generate": ["x"],
     "info": ["x"],
     "explain": ["x"],
+    "loop": ["run", "x"],
 }
 
 
