@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.engine.shadow import RequestTally, Spent
+from forerun.engine.shadow import RequestTally, TimedCount
 from forerun.loop.gain import MIN_REQUESTS, measure_gain
 
 K = 2
@@ -13,11 +13,11 @@ K = 2
 def tally(*, tokens=20.0, accepted=(0.8, 0.4), draft_s=0.01, spread=0.0, usual=1.0):
     """Ten live steps of 0.1 s with a draft of 0.02 s, and ten chains on trial."""
     return RequestTally(
-        live=Spent(number=tokens + spread, seconds=1.0),
-        rest={K: Spent(number=10.0, seconds=0.8)},
-        chains={K: Spent(number=10.0, seconds=10 * draft_s)},
-        usual_levels=Spent(number=20.0, seconds=0.2 * usual),
-        trial_levels=Spent(number=20.0, seconds=0.2),
+        live=TimedCount(number=tokens + spread, seconds=1.0),
+        rest={K: TimedCount(number=10.0, seconds=0.8)},
+        chains={K: TimedCount(number=10.0, seconds=10 * draft_s)},
+        usual_levels=TimedCount(number=20.0, seconds=0.2 * usual),
+        trial_levels=TimedCount(number=20.0, seconds=0.2),
         weights=[10.0, 10 * accepted[0]],
         accepted=[10 * accepted[0], 10 * accepted[1]],
         has_ended=True,
@@ -59,7 +59,7 @@ def test_requests_that_differ_make_the_interval_wide():
         [],
         [tally()] * (MIN_REQUESTS - 1),
         [RequestTally()] * 40,
-        [RequestTally(weights=[1.0], accepted=[1.0], chains={K: Spent(number=1.0)})] * 40,
+        [RequestTally(weights=[1.0], accepted=[1.0], chains={K: TimedCount(number=1.0)})] * 40,
     ],
 )
 def test_too_little_gives_no_gain(tallies):

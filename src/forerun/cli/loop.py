@@ -62,6 +62,7 @@ def read_serve_options(config: LoopConfig) -> serve.ServeOptions:
 
 
 def run_loop(config: LoopConfig) -> int:
+    """Serve the draft that the journal names, with the loop beside it, until a signal."""
     from forerun.engine.thread import AsyncEngine
     from forerun.loop.journal import Journal, find_draft
     from forerun.loop.run import Loop

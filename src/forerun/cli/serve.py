@@ -71,13 +71,14 @@ def run(options: ServeOptions) -> int:
 def run_served(options: ServeOptions) -> int:
     """Serve with a log that is set up."""
     from forerun.engine.thread import AsyncEngine
-    from forerun.loop.store import TrafficStore
 
     keys, listener, engine = prepare(options)
     running = AsyncEngine(engine)
     with ExitStack() as stack:
         store = None
         if options.collect is not None:
+            from forerun.loop.store import TrafficStore
+
             store = stack.enter_context(TrafficStore(options.collect, engine.tokenizer.decode))
         serve_app(options, listener, running, make_app(options, running, keys, store))
     return Exit.GOOD
@@ -105,6 +106,7 @@ def prepare(options: ServeOptions) -> tuple[list[ApiKey], socket, Engine]:
 def make_app(
     options: ServeOptions, running: AsyncEngine, keys: list[ApiKey], store: Collector | None
 ) -> FastAPI:
+    """Build the application with its Diagnosis tab; a store collects texts that may be kept."""
     from forerun.doctor.live import PageDiagnosis
     from forerun.server.app import create_app
 

@@ -233,8 +233,7 @@ class Engine:
                 if before.drafter is not None:
                     before.drafter.forget(sequence)
                 sequence.draft = DraftState()
-            for name in ("cycle_id", "num_drafted", "num_accepted", "num_emitted"):
-                setattr(self.stepper, name, getattr(before, name))
+            self.stepper.continue_counts(before)
 
     def check_drafter(self, drafter: Drafter) -> None:
         """Refuse a drafter that `use_drafter` would refuse (InvalidRequest)."""

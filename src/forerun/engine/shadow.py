@@ -34,6 +34,7 @@ from forerun.engine.observing import ObservedStep
 from forerun.engine.scheduler import ScheduledSequence
 from forerun.engine.sequence import Sequence
 from forerun.models.base import Context
+from forerun.models.kv_store import count_common
 from forerun.sampling.config import Choice, TokenSource
 from forerun.sampling.noise import Purpose, step_key
 from forerun.sampling.processors import pack_params, target_probs
@@ -50,7 +51,7 @@ MEMORY = 0.98
 
 
 @dataclass(slots=True, kw_only=True)
-class Spent:
+class TimedCount:
     """A number of steps, drafts or levels, and the seconds that they took."""
 
     number: float = 0.0
@@ -75,11 +76,11 @@ class RequestTally:
             probability that it was accepted.
     """
 
-    live: Spent = field(default_factory=Spent)
-    rest: dict[int, Spent] = field(default_factory=dict)
-    chains: dict[int, Spent] = field(default_factory=dict)
-    usual_levels: Spent = field(default_factory=Spent)
-    trial_levels: Spent = field(default_factory=Spent)
+    live: TimedCount = field(default_factory=TimedCount)
+    rest: dict[int, TimedCount] = field(default_factory=dict)
+    chains: dict[int, TimedCount] = field(default_factory=dict)
+    usual_levels: TimedCount = field(default_factory=TimedCount)
+    trial_levels: TimedCount = field(default_factory=TimedCount)
     weights: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
     has_ended: bool = False
@@ -132,11 +133,7 @@ class ShadowedSequence:
             return None
         proposal, drafted, start = self.latest
         followed = self.sequence.ids[start:]
-        num_equal = 0
-        for token, other in zip(drafted, followed[:-1], strict=False):
-            if token != other:
-                break
-            num_equal += 1
+        num_equal = count_common(drafted, followed[:-1])
         sources = (TokenSource.ACCEPTED,) * num_equal + (TokenSource.RECOVERED,)
         return proposal, Verdict(
             path=tuple(range(num_equal)),
@@ -170,7 +167,7 @@ class ShadowDraft:
         self.tallies: dict[str, RequestTally] = {}
         self.num_ended = 0
         self.failure: str | None = None
-        self.spent = Spent()
+        self.spent = TimedCount()
         self._vocab_size, self._depth, self._share = vocab_size, depth, share
         self._depths: deque[int] = deque(maxlen=RECENT_STEPS)
         self._shadowed: dict[str, ShadowedSequence] = {}
@@ -229,7 +226,7 @@ class ShadowDraft:
                 continue  # the end of the text cut the draft, as it would cut any other
             if is_usual:
                 tally.live.add(record.num_accepted + 1, cycle_s * share)
-                tally.rest.setdefault(depth, Spent()).add(1, rest_s * share)
+                tally.rest.setdefault(depth, TimedCount()).add(1, rest_s * share)
             levels = tally.usual_levels if is_usual else tally.trial_levels
             if depth:
                 self._depths.append(depth)
@@ -326,7 +323,7 @@ class ShadowDraft:
             tally, start = self._find_tally(each.sequence.key), len(each.sequence.ids)
             each.latest = None if proposal is None else (proposal, tokens, start)
             if is_timed:
-                tally.chains.setdefault(depth, Spent()).add(1, share_s)
+                tally.chains.setdefault(depth, TimedCount()).add(1, share_s)
             if proposal is None or not tokens:
                 tally.score(0, 1.0, 0.0)
             else:

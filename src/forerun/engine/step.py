@@ -140,6 +140,13 @@ class Stepper:
         self.num_accepted = 0
         self.num_emitted = 0
 
+    def continue_counts(self, former: Stepper) -> None:
+        """Count on from where a former stepper of the same engine ended."""
+        self.cycle_id = former.cycle_id
+        self.num_drafted = former.num_drafted
+        self.num_accepted = former.num_accepted
+        self.num_emitted = former.num_emitted
+
     def run(self) -> None:
         """Advance every running sequence, after sequences were preempted and admitted.
 

@@ -64,11 +64,11 @@ def read_config(path: Path) -> LoopConfig:
         found = msgspec.convert(values, LoopConfig, dec_hook=_to_path)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{path}: {explain_invalid(error, values, LoopConfig)}") from error
-    old = found.old_texts
+    root, old = path.parent.resolve(), found.old_texts
     return msgspec.structs.replace(
         found,
-        folder=path.parent.resolve() / found.folder,
-        old_texts=None if old is None else path.parent / old,
+        folder=root / found.folder,
+        old_texts=None if old is None else root / old,
     )
 
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import sub
 
-from forerun.engine.shadow import RequestTally, Spent
+from forerun.engine.shadow import RequestTally, TimedCount
 from forerun.theory.intervals import Interval, student_quantile
 
 MIN_REQUESTS = 20
 """Requests with a measured draft below which no gain is stated."""
-NOTHING = Spent()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ def measure_gain(tallies: Sequence[RequestTally], confidence: float = 0.95) -> G
     if not depths:
         return None
     ((depth, _),) = depths.most_common(1)
-    groups = [_sum_of(tally, depth) for tally in tallies if tally.weights]
+    groups = [_list_sums(tally, depth) for tally in tallies if tally.weights]
     num = len(groups)
     if num < MIN_REQUESTS:
         return None
@@ -90,12 +89,12 @@ def measure_gain(tallies: Sequence[RequestTally], confidence: float = 0.95) -> G
     )
 
 
-def _sum_of(tally: RequestTally, depth: int) -> list[float]:
+def _list_sums(tally: RequestTally, depth: int) -> list[float]:
     """Return the sums of a request that the gain is computed from."""
     parts = (
         tally.live,
-        tally.rest.get(depth, NOTHING),
-        tally.chains.get(depth, NOTHING),
+        tally.rest.get(depth, TimedCount()),
+        tally.chains.get(depth, TimedCount()),
         tally.usual_levels,
         tally.trial_levels,
     )

@@ -233,7 +233,7 @@ class TrafficStore:
         """
         with_texts = {entry.part for entry in dropped if entry.has_text}
         for part in sorted({entry.part for entry in dropped}, key=lambda p: p not in with_texts):
-            own = [entry for entry in dropped if entry.part == part]
+            own = {entry for entry in dropped if entry.part == part}
             gone = {(e.tenant, e.digest, e.request_id) for e in own}
             kept = [row for row in _read_rows(part) if _find_key(row) not in gone]
             if kept:

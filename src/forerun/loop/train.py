@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,11 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from forerun.tune import supervisor
-from forerun.tune.process import explain_end
+from forerun.tune.process import explain_report, read_tail
 
 GRACE_S = 10.0
 POLL_S = 0.25
-TAIL_BYTES = 1 << 14
 
 
 def align_command(
@@ -51,18 +49,7 @@ def run_training(
         is_late = process.poll() is None
         process.stdin.close()  # a supervisor that still runs ends its command
         process.wait()
-        line = process.stdout.readline().decode(errors="replace").strip()
+        report = process.stdout.readline()
     if is_late:
         return "it was stopped" if is_stopped() else f"it took longer than {limit_s / 60:g} minutes"
-    if line == "0":
-        return None
-    try:
-        return explain_end(int(line), _read_tail(log))
-    except ValueError:
-        return line or "its supervisor was killed"
-
-
-def _read_tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        return file.read(TAIL_BYTES).decode(errors="replace")
+    return None if report.strip() == b"0" else explain_report(report, read_tail(log))

@@ -287,19 +287,12 @@ class ServerProcess:
         assert server.stdout is not None
         if not select.select([server.stdout], [], [], 0.0)[0]:
             return None
-        line = server.stdout.readline().decode(errors="replace").strip()
-        try:
-            return explain_end(int(line), self._read_tail())
-        except ValueError:
-            return printable(line, max_length=_LONGEST_LINE) or "its supervisor was killed"
+        return explain_report(server.stdout.readline(), self._read_tail())
 
     def _read_tail(self) -> str:
         """Return the end of the log, without secrets; empty where it cannot be read."""
         try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                text = file.read(_TAIL_BYTES).decode(errors="replace")
-                return hide_printed_keys(text, self.arm.words)
+            return hide_printed_keys(read_tail(self.log), self.arm.words)
         except OSError:
             return ""
 
@@ -334,6 +327,22 @@ def _clean_lines(log: str) -> list[str]:
     plain = (_STAMP.sub("", _COLOUR.sub("", line)).strip() for line in log.splitlines())
     lines = [printable(hide_urls(line), max_length=_LONGEST_LINE) for line in plain if line]
     return lines or ["none was printed"]
+
+
+def read_tail(log: Path) -> str:
+    """Return the end of what a command printed; raises OSError."""
+    with log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES).decode(errors="replace")
+
+
+def explain_report(report: bytes, printed: str) -> str:
+    """Return why a command ended, from the line of its supervisor and what it printed last."""
+    line = report.decode(errors="replace").strip()
+    try:
+        return explain_end(int(line), printed)
+    except ValueError:
+        return printable(line, max_length=_LONGEST_LINE) or "its supervisor was killed"
 
 
 def explain_end(status: int, log: str) -> str:
