@@ -80,3 +80,8 @@ def test_status_says_what_was_done_and_what_comes_next(tmp_path, capsys):
 def test_status_of_another_folder_has_nothing_done(tmp_path, capsys):
     assert main(["loop", "status", str(tmp_path)]) == 0
     assert "next: watch of round 1" in capsys.readouterr().out
+
+
+def test_status_of_a_folder_that_is_missing_is_refused(tmp_path, capsys):
+    assert main(["loop", "status", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in " ".join(capsys.readouterr().err.split())

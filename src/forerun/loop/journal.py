@@ -81,6 +81,8 @@ def find_previous(records: Sequence[Record]) -> int:
 def read_journal(folder: Path) -> list[Record]:
     """Read the records of a loop; raises InvalidRequest where there are none to read."""
     try:
+        if not folder.is_dir():
+            raise NotADirectoryError(f"there is no folder {folder}")
         return RecordFile[Record](folder / NAME, Record).read()
     except (OSError, UnreadableInput) as error:
         raise InvalidRequest(f"{folder} cannot be used: {error}; name another folder") from error
